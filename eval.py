@@ -1,0 +1,383 @@
+"""Evaluate checkpoints on the whole validation set: a table, eval.json, and pictures.
+
+    python eval.py out/glyphs_daps out/mnist_daps
+
+From Python, load("out/glyphs_daps") gives a model with encode(x), decode(z) and sample(n).
+
+Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token.
+"""
+
+import json
+import math
+import os
+import pickle
+import sys
+import zipfile
+
+import torch
+import torch.distributed as dist
+from PIL import Image, ImageDraw, ImageFont
+
+from configurator import configure, die
+from daps import DAPS
+from data import VAL_NOISE, DataError, load_dataset, uniform_noise
+from models import AutoregressiveEncoder, MLPDecoder, OnePassEncoder
+
+METHODS = ("daps", "daps_na")
+CHECKPOINT_KEYS = {"model", "optimizer", "config", "x_shape", "step", "best", "skipped", "seconds"}
+
+
+# ---------------------------------------------------------------------------------------------
+# from settings and checkpoints to models
+
+
+def build_model(config, x_shape):
+    """The method and networks that a run's settings ask for, with fresh parameters."""
+    size = {
+        key: config[key]
+        for key in ("n_tokens", "vocab_size", "width", "n_heads", "n_layers", "mlp_ratio")
+    }
+    if config["method"] == "daps_na":
+        encoder = OnePassEncoder(x_shape, **size)
+    else:
+        encoder = AutoregressiveEncoder(x_shape, **size, aligned=config["aligned"])
+    decoder = MLPDecoder(x_shape, config["n_tokens"], config["vocab_size"], config["width"])
+    return DAPS(encoder, decoder, config["n_samples"], config["ess_target"], config["eta_update"])
+
+
+def load_checkpoint(path):
+    """A checkpoint's content; ValueError, in one line, if it is missing, damaged or foreign."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if checkpoint.keys() >= CHECKPOINT_KEYS:
+            return checkpoint
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (
+        OSError,
+        RuntimeError,
+        EOFError,
+        KeyError,
+        AttributeError,
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+    ) as fault:
+        reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+        raise ValueError(f"{path} is not a readable checkpoint ({reason})") from None
+    raise ValueError(f"{path} is not a checkpoint of train.py")
+
+
+def load(out_dir, checkpoint="best", device="cpu"):
+    """The trained model of a run, ready for use; its settings are in model.config."""
+    state = load_checkpoint(os.path.join(out_dir, f"{checkpoint}.pt"))
+    model = build_model(state["config"], state["x_shape"])
+    model.load_state_dict(state["model"])
+    model.config = state["config"] | {key: state[key] for key in ("step", "seconds")}
+    return model.to(device).eval()
+
+
+def n_parameters(model):
+    """How many parameters the recognition and the generative model have."""
+    return tuple(sum(p.numel() for p in net.parameters()) for net in (model.encoder, model.decoder))
+
+
+# ---------------------------------------------------------------------------------------------
+# metrics
+
+
+@torch.no_grad()
+def evaluate(model, data, beta, batch_size, device):
+    """Means over the whole validation set, one code z ~ q(z|x) per x, and how often each position used
+    each value: metrics (a dict of floats), counts (B, V). Every process does its share of each batch.
+
+    beta_elbo   log_px - beta kl
+    log_px      log p(x|z), nats
+    kl          KL(q(z|x) || uniform), nats: exact per token given the tokens before it
+    psnr        10 log10(1 / mse) per image on [0, 1] pixels, of the decoder's mean
+    code_usage  share of the V values that a position uses at all, mean over positions
+    perplexity  exp(entropy) of a position's marginal, mean over positions
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    was_training = model.training
+    model.eval()
+    n_tokens, vocab_size = model.encoder.n_tokens, model.encoder.vocab_size
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    counts = torch.zeros(n_tokens * vocab_size, dtype=torch.float64, device=device)
+    offsets = torch.arange(n_tokens, device=device) * vocab_size
+    for step in range(data.n_val_batches(batch_size)):
+        x = data.val_batch(step, batch_size, rank, world_size).to(device)
+        n = min(batch_size, len(data.x_val) - step * batch_size)  # over all processes
+        noise = uniform_noise(VAL_NOISE, 0, step, n, (1, n_tokens), rank, world_size, device)
+        z = model.encode(x, noise=noise)  # (N, B)
+        p = model.decode(z)
+        mse = (p.mean - x).square().flatten(1).mean(dim=1).clamp_min(1e-10)  # (N,)
+        sums += torch.stack(
+            [t.double().sum() for t in (p.log_prob(x), model.kl(x, z), -10 * mse.log10())]
+        )
+        counts += torch.bincount((z + offsets).flatten(), minlength=len(counts))
+    if world_size > 1:
+        dist.all_reduce(sums)
+        dist.all_reduce(counts)
+    model.train(was_training)
+    log_px, kl, psnr = (sums / len(data.x_val)).tolist()
+    counts = counts.view(n_tokens, vocab_size)
+    marginal = counts / counts.sum(dim=1, keepdim=True)
+    metrics = {
+        "beta_elbo": log_px - beta * kl,
+        "log_px": log_px,
+        "kl": kl,
+        "psnr": psnr,
+        "code_usage": (counts > 0).double().mean().item(),
+        "perplexity": torch.special.entr(marginal).sum(dim=1).exp().mean().item(),
+    }
+    return metrics, counts
+
+
+# ---------------------------------------------------------------------------------------------
+# pictures, all drawn with Pillow
+
+INK, GRID, PAPER = (40, 40, 40), (225, 225, 225), (255, 255, 255)
+COLOURS = (
+    (31, 90, 180),
+    (214, 84, 32),
+    (30, 140, 80),
+    (140, 60, 160),
+    (190, 150, 20),
+    (90, 90, 90),
+)
+
+
+def font(size=13):
+    return ImageFont.load_default(size)
+
+
+def grid(images, columns, scale=2, gap=4):
+    """Images (n, height, width) in [0, 1] as one picture, row by row."""
+    n, height, width = images.shape
+    height, width = height * scale, width * scale
+    rows = -(-n // columns)
+    page = Image.new("L", (columns * (width + gap) + gap, rows * (height + gap) + gap), 255)
+    for i, image in enumerate(images):
+        tile = Image.fromarray((image * 255).round().clamp(0, 255).byte().cpu().numpy())
+        place = (gap + i % columns * (width + gap), gap + i // columns * (height + gap))
+        page.paste(tile.resize((width, height), Image.Resampling.NEAREST), place)
+    return page
+
+
+def draw_reconstructions(model, data, device, columns=16, pairs=4):
+    """Validation images, each over the decoder's mean for one code drawn from the encoder."""
+    n = columns * pairs
+    x = data.x_val[:n].float().to(device)
+    noise = uniform_noise(VAL_NOISE, 0, 0, n, (1, model.encoder.n_tokens), device=device)
+    mean = model.decode(model.encode(x, noise=noise)).mean
+    both = torch.stack(
+        [x.view(pairs, columns, *x.shape[1:]), mean.view(pairs, columns, *x.shape[1:])], 1
+    )
+    return grid(both.flatten(0, 2).squeeze(1), columns)
+
+
+def draw_samples(model, columns=16, rows=6):
+    """Decoder means of codes drawn uniformly from the prior; the same codes every time."""
+    z = torch.randint(
+        model.encoder.vocab_size,
+        (rows * columns, model.encoder.n_tokens),
+        generator=torch.Generator().manual_seed(0),
+    )
+    return grid(model.decode(z.to(model.log_eta.device)).mean.squeeze(1), columns)
+
+
+def draw_codes(counts, columns=4, cell=8):
+    """One panel per position: its V values as a square, the darker the more often used."""
+    counts = counts.cpu().numpy()
+    side = math.isqrt(counts.shape[1] - 1) + 1
+    step_x, step_y = side * cell + 24, side * cell + 40
+    rows = -(-len(counts) // columns)
+    page = Image.new("RGB", (min(columns, len(counts)) * step_x + 24, rows * step_y + 16), PAPER)
+    pen = ImageDraw.Draw(page)
+    for i, count in enumerate(counts):
+        left, top = 24 + i % columns * step_x, 30 + i // columns * step_y
+        used = (count > 0).mean()
+        pen.text((left, top - 20), f"token {i + 1}: {used:.0%} used", INK, font())
+        for v, c in enumerate(count):
+            x, y = left + v % side * cell, top + v // side * cell
+            dark = c / count.max()
+            colour = tuple(
+                round(p + (q - p) * dark**0.5) for p, q in zip(PAPER, COLOURS[0], strict=True)
+            )
+            pen.rectangle((x, y, x + cell - 1, y + cell - 1), fill=colour, outline=GRID)
+    return page
+
+
+def ticks(low, high, n=5):
+    """About n round numbers between low and high."""
+    step = 10 ** math.floor(math.log10((high - low) / n))
+    step *= min((1, 2, 5, 10), key=lambda m: abs((high - low) / (step * m) - n))
+    return [
+        k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
+
+
+def draw_plot(title, series, size=(420, 300), log_y=False):
+    """Lines over steps: series is {label: [(step, value), ...]}. log_y: a logarithmic axis."""
+    page = Image.new("RGB", size, PAPER)
+    pen = ImageDraw.Draw(page)
+    pen.text(
+        (size[0] / 2, 16), title + (" (log scale)" if log_y else ""), INK, font(15), anchor="mm"
+    )
+    height = math.log10 if log_y else float
+    lines = {
+        label: [(x, height(y)) for x, y in points if math.isfinite(y) and (y > 0 or not log_y)]
+        for label, points in series.items()
+    }
+    everything = [point for points in lines.values() for point in points]
+    if not everything:
+        pen.text((size[0] / 2, size[1] / 2), "nothing logged", INK, font(), anchor="mm")
+        return page
+    x_high = max(x for x, _ in everything)
+    y_low, y_high = min(y for _, y in everything), max(y for _, y in everything)
+    margin = 0.05 * (y_high - y_low) or 0.5
+    y_low, y_high = y_low - margin, y_high + margin
+    left, top, right, bottom = 66, 32, size[0] - 16, size[1] - 44
+    place_x = lambda x: left + (right - left) * x / x_high  # noqa: E731
+    place_y = lambda y: bottom - (bottom - top) * (y - y_low) / (y_high - y_low)  # noqa: E731
+    for y in ticks(y_low, y_high):
+        pen.line((left, place_y(y), right, place_y(y)), GRID)
+        pen.text((left - 6, place_y(y)), f"{10**y if log_y else y:.4g}", INK, font(), anchor="rm")
+    for x in ticks(0, x_high, 4):
+        pen.line((place_x(x), top, place_x(x), bottom), GRID)
+        pen.text((place_x(x), bottom + 12), f"{x:,.0f}", INK, font(), anchor="mm")
+    pen.text(((left + right) / 2, size[1] - 12), "step", INK, font(), anchor="mm")
+    pen.rectangle((left, top, right, bottom), outline=INK)
+    for points, colour in zip(lines.values(), COLOURS * len(lines), strict=False):
+        pen.line([(place_x(x), place_y(y)) for x, y in points], colour, 2, joint="curve")
+    return page
+
+
+def draw_curves(out_dirs):
+    """Validation beta-ELBO, PSNR and KL, and training ESS and eta, of one or several runs over steps."""
+    panels = (
+        ("validation beta-ELBO", "val", "beta_elbo", False),
+        ("validation PSNR (dB)", "val", "psnr", False),
+        ("validation KL (nats)", "val", "kl", False),
+        ("ESS / K", "train", "ess", False),
+        ("eta", "train", "eta", True),
+    )
+    logs = {run_name(out_dir): read_log(out_dir) for out_dir in out_dirs}
+    page = Image.new("RGB", (3 * 420, 2 * 300), PAPER)
+    for i, (title, split, key, log_y) in enumerate(panels):
+        series = {
+            name: [(row["step"], row[key]) for row in rows if row["split"] == split and key in row]
+            for name, rows in logs.items()
+        }
+        page.paste(draw_plot(title, series, log_y=log_y), (i % 3 * 420, i // 3 * 300))
+    pen = ImageDraw.Draw(page)
+    for i, (name, colour) in enumerate(zip(logs, COLOURS * len(logs), strict=False)):
+        y = 340 + 24 * i
+        pen.line((880, y, 910, y), colour, 4)
+        pen.text((920, y), name, INK, font(), anchor="lm")
+    return page
+
+
+def read_log(out_dir):
+    try:
+        with open(os.path.join(out_dir, "log.jsonl")) as file:
+            return [json.loads(line) for line in file if line.endswith("\n")]
+    except (OSError, ValueError):
+        return []
+
+
+# ---------------------------------------------------------------------------------------------
+# the report
+
+
+def run_name(out_dir):
+    return os.path.basename(os.path.normpath(out_dir))
+
+
+def report(out_dirs, checkpoint="best", data_dir="", device="cpu", batch_size=500, curves=""):
+    """Evaluate runs, write eval.json and pictures into each folder, print one table of all."""
+    rows = []
+    for out_dir in out_dirs:
+        model = load(out_dir, checkpoint, device)
+        config = model.config
+        data = load_dataset(config["dataset"], data_dir or config["data_dir"])
+        metrics, counts = evaluate(model, data, config["beta_final"], batch_size, device)
+        encoder_size, decoder_size = n_parameters(model)
+        row = {
+            "run": run_name(out_dir),
+            "method": config["method"],
+            "bits": config["n_tokens"] * math.log2(config["vocab_size"]),
+            **metrics,
+            "encoder": encoder_size,
+            "decoder": decoder_size,
+            "steps": config["step"],
+            "s_per_step": config["seconds"] / config["step"],
+        }
+        with open(os.path.join(out_dir, "eval.json"), "w") as file:
+            json.dump(row, file, indent=2)
+        with torch.no_grad():
+            draw_reconstructions(model, data, device).save(
+                os.path.join(out_dir, "reconstructions.png")
+            )
+            draw_samples(model).save(os.path.join(out_dir, "samples.png"))
+        draw_codes(counts).save(os.path.join(out_dir, "codes.png"))
+        draw_curves([out_dir]).save(os.path.join(out_dir, "curves.png"))
+        rows.append(row)
+    print_table(rows)
+    if len(out_dirs) > 1:
+        curves = curves or os.path.join(
+            os.path.commonpath(map(os.path.abspath, out_dirs)), "curves.png"
+        )
+        draw_curves(out_dirs).save(curves)
+        print(f"curves of all runs: {os.path.relpath(curves)}")
+    for out_dir in out_dirs:
+        print(f"pictures: {out_dir}/reconstructions.png, samples.png, codes.png, curves.png")
+    return rows
+
+
+def print_table(rows):
+    columns = {
+        "run": ("run", "{}"),
+        "method": ("method", "{}"),
+        "bits": ("bits", "{:g}"),
+        "beta-ELBO": ("beta_elbo", "{:.2f}"),
+        "log p(x|z)": ("log_px", "{:.2f}"),
+        "KL": ("kl", "{:.2f}"),
+        "PSNR": ("psnr", "{:.2f}"),
+        "codes used": ("code_usage", "{:.1%}"),
+        "perplexity": ("perplexity", "{:.1f}"),
+        "encoder": ("encoder", "{:,}"),
+        "decoder": ("decoder", "{:,}"),
+        "steps": ("steps", "{:,}"),
+        "s/step": ("s_per_step", "{:.3f}"),
+    }
+    table = [list(columns)]
+    for row in rows:
+        table.append(
+            ["-" if row[key] is None else form.format(row[key]) for key, form in columns.values()]
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = [
+            cell.ljust(w) if i < 2 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+if __name__ == "__main__":
+    checkpoint = "best"  # best: highest validation beta-ELBO, as the paper reports; last
+    data_dir = ""  # where the data sets are; empty: where the run found them
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda
+    batch_size = 500  # examples at a time
+    curves = (
+        ""  # where to draw the curves of several runs; empty: curves.png in their common folder
+    )
+
+    settings, out_dirs = configure(globals(), sys.argv[1:])
+    if not out_dirs:
+        die("name at least one run: python eval.py out/glyphs_daps (--help lists the settings)")
+    try:
+        report(out_dirs, **settings)
+    except (ValueError, DataError) as fault:
+        die(fault)

@@ -1,0 +1,298 @@
+"""The networks: recognition models q(z|x) and generative models p(x|z).
+
+Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token,
+H width, P patches (P = B everywhere).
+
+A recognition model ("encoder") offers
+    encoder(x, n_samples, noise=None) -> z (N, K, B) int64, log_q (N, K) float32 with gradient
+    encoder.kl(x, z)                  -> (N,) exact KL to the uniform prior along z (N, B)
+    encoder.n_tokens, encoder.vocab_size
+where noise (N, K, B), uniform in [0, 1), decides every token, so that a sample is a pure function
+of x and noise. A generative model ("decoder") offers
+    decoder.log_prob(x, z) -> (N, K) float32 with gradient, for z (N, K, B)
+    decoder(z)             -> a torch distribution over x, for z (..., B)
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def draw(logits, u):
+    """S tokens from each row of logits (..., V) by inverse CDF at u (..., S): (..., S) int64.
+
+    u is uniform in [0, 1): one number per token, where the Gumbel-max trick would need V.
+    """
+    cdf = logits.float().softmax(dim=-1).cumsum(dim=-1)  # (..., V)
+    # Rounding leaves the last entry near 1, not at 1. Scaled by it, u never points past the end,
+    # and the first entry above u belongs to a token of non-zero probability.
+    return torch.searchsorted(cdf, u * cdf[..., -1:], right=True).clamp_max(logits.size(-1) - 1)
+
+
+def token_log_prob(logits, z):
+    """log q of every token: logits (..., V), z (...) -> (...) float32, with gradient."""
+    flat = logits.flatten(end_dim=-2).float()
+    return -F.cross_entropy(flat, z.flatten(), reduction="none").view(z.shape)
+
+
+def token_kl(logits):
+    """KL of softmax(logits) to the uniform distribution, per token: (..., V) -> (...) float32."""
+    log_q = logits.float().log_softmax(dim=-1)
+    return (log_q.exp() * log_q).sum(dim=-1) + math.log(logits.size(-1))
+
+
+def sinusoids(length, width):
+    """Fixed positions (length, width): sines and cosines at wavelengths from 2 pi to 20,000 pi."""
+    angle = torch.arange(length).unsqueeze(1) * torch.exp(
+        -math.log(10_000.0) * torch.arange(0, width, 2) / width
+    )
+    return torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
+class Patches(nn.Module):
+    """Cut images (N, C, height, width) into a grid of n_patches: (N, P, D).
+
+    Patches have sides of even length; the image is padded with zeros, evenly on both sides, to
+    whole patches. 28 x 28 in 8 patches: padded to 28 x 32, cut into 2 x 4 patches of 14 x 8.
+    """
+
+    def __init__(self, x_shape, n_patches):
+        super().__init__()
+        channels, height, width = x_shape
+        self.rows = max(r for r in range(1, math.isqrt(n_patches) + 1) if n_patches % r == 0)
+        self.columns = n_patches // self.rows
+        self.ph, self.pw = (
+            2 * math.ceil(n / parts / 2)
+            for n, parts in ((height, self.rows), (width, self.columns))
+        )
+        extra_x, extra_y = self.columns * self.pw - width, self.rows * self.ph - height
+        self.pad = (extra_x // 2, extra_x - extra_x // 2, extra_y // 2, extra_y - extra_y // 2)
+        self.dim = channels * self.ph * self.pw
+
+    def forward(self, x):
+        x = F.pad(x, self.pad)  # (N, C, rows * ph, columns * pw)
+        x = x.unflatten(2, (self.rows, self.ph)).unflatten(4, (self.columns, self.pw))
+        x = x.permute(0, 2, 4, 1, 3, 5)  # (N, rows, columns, C, ph, pw)
+        return x.reshape(x.size(0), self.rows * self.columns, self.dim)
+
+
+class Attention(nn.Module):
+    """Multi-head attention without biases, with keys and values computed apart.
+
+    That way one pair of methods serves self-attention (keys of the input itself), cross-attention
+    (keys of the patches, computed once) and cached decoding (keys of all tokens so far).
+    """
+
+    def __init__(self, width, n_heads):
+        super().__init__()
+        self.n_heads = n_heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key_value = nn.Linear(width, 2 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def split(self, h):
+        return h.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (N, T, H) -> (N, heads, T, d)
+
+    def keys_values(self, h):
+        k, v = self.key_value(h).chunk(2, dim=-1)  # (N, T, H) each
+        return self.split(k), self.split(v)  # (N, heads, T, d) each
+
+    def forward(self, h, k, v, causal=False):
+        a = F.scaled_dot_product_attention(self.split(self.query(h)), k, v, is_causal=causal)
+        return self.out(a.transpose(1, 2).flatten(2))  # (N, T, H)
+
+
+def mlp(width, ratio):
+    return nn.Sequential(
+        nn.Linear(width, ratio * width), nn.ReLU(), nn.Linear(ratio * width, width)
+    )
+
+
+class Block(nn.Module):
+    """Pre-LayerNorm transformer block over patches: attention, MLP."""
+
+    def __init__(self, width, n_heads, mlp_ratio):
+        super().__init__()
+        self.norm_attention, self.attention = nn.LayerNorm(width), Attention(width, n_heads)
+        self.norm_mlp, self.mlp = nn.LayerNorm(width), mlp(width, mlp_ratio)
+
+    def forward(self, h):
+        a = self.norm_attention(h)
+        h = h + self.attention(a, *self.attention.keys_values(a))
+        return h + self.mlp(self.norm_mlp(h))
+
+
+class CodeBlock(nn.Module):
+    """Pre-LayerNorm block over tokens: causal attention, cross-attention to the patches, MLP."""
+
+    def __init__(self, width, n_heads, mlp_ratio):
+        super().__init__()
+        self.norm_attention, self.attention = nn.LayerNorm(width), Attention(width, n_heads)
+        self.norm_cross, self.cross = nn.LayerNorm(width), Attention(width, n_heads)
+        self.norm_mlp, self.mlp = nn.LayerNorm(width), mlp(width, mlp_ratio)
+
+    def forward(self, h, memory, cache=None, t=0):
+        """h (N, K, T, H); memory: the patches' keys and values, (N, heads, P, d) each.
+
+        Without a cache, h holds whole codes. With one, h holds token t alone (T = 1); the keys and
+        values of the tokens before it are in cache (2, N * K, heads, B, d), which gains its own.
+        """
+        N, K, T, H = h.shape
+        a = self.norm_attention(h).view(N * K, T, H)
+        k, v = self.attention.keys_values(a)  # (N * K, heads, T, d) each
+        if cache is not None:
+            cache[0, :, :, t : t + 1], cache[1, :, :, t : t + 1] = k, v
+            k, v = cache[:, :, :, : t + 1]  # (N * K, heads, t + 1, d) each
+        h = h + self.attention(a, k, v, causal=cache is None).view(N, K, T, H)
+        # The K codes of one x ask the same patches: fold K into the queries, repeat no memory.
+        a = self.norm_cross(h).view(N, K * T, H)
+        h = h + self.cross(a, *memory).view(N, K, T, H)
+        return h + self.mlp(self.norm_mlp(h))
+
+
+class PatchEncoder(nn.Module):
+    """Patches, linear embedding, positions, transformer blocks, LayerNorm: x -> (N, P, H)."""
+
+    def __init__(self, x_shape, n_tokens, width, n_heads, n_layers, mlp_ratio):
+        super().__init__()
+        self.patches = Patches(x_shape, n_tokens)
+        self.embed = nn.Linear(self.patches.dim, width)
+        self.register_buffer("positions", sinusoids(n_tokens, width), persistent=False)
+        self.blocks = nn.ModuleList(Block(width, n_heads, mlp_ratio) for _ in range(n_layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        h = self.embed(self.patches(x)) + self.positions  # (N, P, H)
+        for block in self.blocks:
+            h = block(h)
+        return self.norm(h)
+
+
+class AutoregressiveEncoder(nn.Module):
+    """q(z|x) = prod_t q(z_t | z_<t, x): an encoder over patches, a causal decoder over tokens.
+
+    aligned: the decoder's input at step t also holds the patch encoder's output at position t, so
+    that its query knows what stands there and not only where it is. Ours, not the paper's.
+    """
+
+    def __init__(
+        self, x_shape, n_tokens, vocab_size, width, n_heads, n_layers, mlp_ratio, aligned=False
+    ):
+        super().__init__()
+        self.n_tokens, self.vocab_size, self.aligned = n_tokens, vocab_size, aligned
+        self.patch_encoder = PatchEncoder(x_shape, n_tokens, width, n_heads, n_layers, mlp_ratio)
+        # Token t - 1 enters at step t. What enters at step 0 has a row of its own, the last: with a
+        # real token in that place, codes that hold this token would be ambiguous.
+        self.embed = nn.Embedding(vocab_size + 1, width)
+        self.register_buffer("positions", sinusoids(n_tokens, width), persistent=False)
+        self.blocks = nn.ModuleList(CodeBlock(width, n_heads, mlp_ratio) for _ in range(n_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size)
+        init_weights(self)
+
+    def forward(self, x, n_samples, noise=None):
+        patches = self.patch_encoder(x)  # (N, P, H)
+        z = self.sample(patches, n_samples, noise)  # (N, K, B)
+        return z, token_log_prob(self.logits(patches, z), z).sum(dim=-1)
+
+    def kl(self, x, z):
+        return token_kl(self.logits(self.patch_encoder(x), z.unsqueeze(1))).sum(dim=(1, 2))
+
+    def start(self, patches):
+        """What the steps need of the patches: keys and values per layer, and what is added to the
+        tokens' embeddings, (B, H) or, if aligned, (N, 1, B, H)."""
+        memory = [block.cross.keys_values(patches) for block in self.blocks]
+        return memory, self.positions + patches.unsqueeze(1) if self.aligned else self.positions
+
+    def logits(self, patches, z):
+        """Logits of all tokens, each given those before it: z (N, K, B) -> (N, K, B, V)."""
+        memory, query = self.start(patches)
+        previous = F.pad(z[..., :-1], (1, 0), value=self.vocab_size)  # (N, K, B)
+        h = self.embed(previous) + query  # (N, K, B, H)
+        for block, kv in zip(self.blocks, memory, strict=True):
+            h = block(h, kv)
+        return self.head(self.norm(h))
+
+    @torch.no_grad()
+    def sample(self, patches, n_samples, noise=None):
+        """Codes (N, K, B), token by token, with the past in one preallocated cache per layer."""
+        N, H = patches.size(0), patches.size(-1)
+        memory, query = self.start(patches)
+        noise = uniform_like(patches, N, n_samples, self.n_tokens) if noise is None else noise
+        heads = self.blocks[0].attention.n_heads
+        shape = (2, N * n_samples, heads, self.n_tokens, H // heads)
+        caches = [memory[0][0].new_empty(shape) for _ in self.blocks]
+        z = patches.new_full((N, n_samples, self.n_tokens + 1), self.vocab_size, dtype=torch.long)
+        for t in range(self.n_tokens):
+            h = self.embed(z[..., t : t + 1]) + query[..., t : t + 1, :]  # (N, K, 1, H)
+            for block, kv, cache in zip(self.blocks, memory, caches, strict=True):
+                h = block(h, kv, cache, t)
+            logits = self.head(self.norm(h)).squeeze(2)  # (N, K, V)
+            z[..., t + 1 : t + 2] = draw(logits, noise[..., t : t + 1])
+        return z[..., 1:].contiguous()
+
+
+class OnePassEncoder(nn.Module):
+    """q(z|x) = prod_t q(z_t | x), the paper's "NA": blocks over patches, one token per position."""
+
+    def __init__(self, x_shape, n_tokens, vocab_size, width, n_heads, n_layers, mlp_ratio):
+        super().__init__()
+        self.n_tokens, self.vocab_size = n_tokens, vocab_size
+        self.patch_encoder = PatchEncoder(x_shape, n_tokens, width, n_heads, n_layers, mlp_ratio)
+        self.head = nn.Linear(width, vocab_size)
+        init_weights(self)
+
+    def forward(self, x, n_samples, noise=None):
+        logits = self.head(self.patch_encoder(x)).float()  # (N, B, V)
+        if noise is None:
+            noise = uniform_like(logits, logits.size(0), n_samples, self.n_tokens)
+        z = draw(logits.detach(), noise.transpose(1, 2).contiguous())  # (N, B, K)
+        log_q = logits.log_softmax(dim=-1).gather(2, z)  # (N, B, K)
+        return z.transpose(1, 2), log_q.sum(dim=1)
+
+    def kl(self, x, z):
+        return token_kl(self.head(self.patch_encoder(x))).sum(dim=1)
+
+
+def uniform_like(t, *shape):
+    return torch.rand(shape, device=t.device)
+
+
+class MLPDecoder(nn.Module):
+    """Binary x, Bernoulli per pixel: embed tokens, flatten, 64, 256, logits (as in the paper)."""
+
+    def __init__(self, x_shape, n_tokens, vocab_size, width, hidden=(64, 256)):
+        super().__init__()
+        self.x_shape = tuple(x_shape)
+        self.embed = nn.Embedding(vocab_size, width)
+        sizes = [n_tokens * width, *hidden, math.prod(x_shape)]
+        layers = [nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True)]
+        self.net = nn.Sequential(layers[0], *(m for n in layers[1:] for m in (nn.ReLU(), n)))
+        init_weights(self)
+
+    def logits(self, z):
+        return self.net(self.embed(z).flatten(-2)).float()  # (..., pixels)
+
+    def log_prob(self, x, z):
+        logits = self.logits(z)  # (N, K, pixels)
+        x = x.flatten(1).unsqueeze(1)  # (N, 1, pixels)
+        return (x * logits - F.softplus(logits)).sum(dim=-1)
+
+    def forward(self, z):
+        logits = self.logits(z).unflatten(-1, self.x_shape)
+        return torch.distributions.Independent(
+            torch.distributions.Bernoulli(logits=logits), len(self.x_shape)
+        )
+
+
+def init_weights(module):
+    """LeCun-normal matrices and zero biases, embeddings of variance 1 / H."""
+    for m in module.modules():
+        if isinstance(m, nn.Linear):
+            nn.init.normal_(m.weight, std=m.in_features**-0.5)
+            if m.bias is not None:
+                nn.init.zeros_(m.bias)
+        elif isinstance(m, nn.Embedding):
+            nn.init.normal_(m.weight, std=m.embedding_dim**-0.5)

@@ -1,0 +1,195 @@
+"""models.py against enumeration of all codes, torch.distributions and the paper's sizes."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from models import (
+    AutoregressiveEncoder,
+    MLPDecoder,
+    OnePassEncoder,
+    Patches,
+    draw,
+    token_kl,
+    token_log_prob,
+)
+
+X_SHAPE = (1, 28, 28)
+
+
+def encoder(kind, n_tokens=8, vocab_size=16, width=32, n_layers=2, x_shape=X_SHAPE, spread=3.0):
+    """A small encoder whose logits are spread out: it prefers some tokens and depends on the past."""
+    torch.manual_seed(0)
+    size = (x_shape, n_tokens, vocab_size, width, 4, n_layers, 2)
+    if kind == "one pass":
+        model = OnePassEncoder(*size)
+    else:
+        model = AutoregressiveEncoder(*size, aligned=kind == "aligned")
+    model.head.weight.data *= spread
+    return model
+
+
+KINDS = ("plain", "aligned", "one pass")
+
+
+def stepwise_log_prob(model, x, z, noise):
+    """log q(z|x) as the cached sampler sees it: its own logits, recorded while it draws."""
+    recorded = []
+    handle = model.head.register_forward_hook(lambda *call: recorded.append(call[-1]))
+    with torch.no_grad():
+        drawn = model.sample(model.patch_encoder(x), z.size(1), noise)
+    handle.remove()
+    assert torch.equal(drawn, z)
+    logits = torch.cat(recorded, dim=2)  # (N, K, B, V)
+    return token_log_prob(logits, z).sum(dim=-1)
+
+
+@pytest.mark.parametrize("kind", ("plain", "aligned"))
+@pytest.mark.parametrize("n_tokens", (1, 8, 64))
+def test_cached_sampling_and_teacher_forcing_agree(kind, n_tokens):
+    model = encoder(kind, n_tokens, spread=1.0)
+    x, noise = torch.rand(3, *X_SHAPE), torch.rand(3, 5, n_tokens)
+    z, log_q = model(x, 5, noise)
+    assert (z == 0).any() or n_tokens == 1  # codes with token 0 are among them
+    sampled = stepwise_log_prob(model, x, z, noise)
+    torch.testing.assert_close(sampled, log_q.detach(), atol=1e-4, rtol=0)
+    assert log_q.std() > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_that_hold_token_0_have_the_probability_they_are_drawn_with(kind):
+    """All codes of B = 2, V = 3: probabilities sum to one and match the sampled frequencies."""
+    model = encoder(kind, n_tokens=2, vocab_size=3)
+    x = torch.rand(1, *X_SHAPE)
+    codes = torch.tensor(list(itertools.product(range(3), repeat=2))).unsqueeze(0)  # (1, 9, 2)
+    with torch.no_grad():
+        patches = model.patch_encoder(x)
+        if kind == "one pass":
+            logits = model.head(patches).unsqueeze(1).expand(-1, 9, -1, -1)
+        else:
+            logits = model.logits(patches, codes)
+        p = token_log_prob(logits, codes).sum(-1).exp()[0]
+        assert p.sum().item() == pytest.approx(1, abs=1e-5)
+        n = 40_000
+        noise = torch.rand(1, n, 2, generator=torch.Generator().manual_seed(1))
+        z, log_q = model(x, n, noise)
+    index = z[0, :, 0] * 3 + z[0, :, 1]
+    torch.testing.assert_close(log_q[0], p.log()[index], atol=1e-4, rtol=0)
+    counts = torch.bincount(index, minlength=9)
+    chi_square = ((counts - n * p) ** 2 / (n * p)).sum().item()
+    assert chi_square < 26.1  # 0.999 quantile, 8 degrees of freedom
+    assert p.max() / p.min() > 3  # far from uniform: a wrong sampler would show
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kl_is_exact_when_averaged_over_all_codes(kind):
+    model = encoder(kind, n_tokens=3, vocab_size=3)
+    x = torch.rand(1, *X_SHAPE)
+    codes = torch.tensor(list(itertools.product(range(3), repeat=3)))  # (27, 3)
+    with torch.no_grad():
+        patches = model.patch_encoder(x)
+        if kind == "one pass":
+            logits = model.head(patches).unsqueeze(1).expand(-1, 27, -1, -1)
+        else:
+            logits = model.logits(patches, codes.unsqueeze(0))
+        log_q = token_log_prob(logits, codes.unsqueeze(0)).sum(-1)[0]  # (27,)
+        exact = (log_q.exp() * (log_q + 3 * math.log(3))).sum()
+        along = model.kl(x.expand(27, -1, -1, -1), codes)  # (27,)
+    assert (log_q.exp() * along).sum().item() == pytest.approx(exact.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ("plain", "aligned"))
+def test_a_token_depends_on_the_past_and_not_on_the_future(kind):
+    model = encoder(kind)
+    patches = model.patch_encoder(torch.rand(1, *X_SHAPE))
+    z = torch.randint(16, (1, 1, 8))
+    other = z.clone()
+    other[..., 4] = (z[..., 4] + 1) % 16
+    a, b = model.logits(patches, z), model.logits(patches, other)
+    assert torch.equal(a[:, :, :5], b[:, :, :5])
+    assert not torch.allclose(a[:, :, 5:], b[:, :, 5:])
+
+
+def test_the_k_codes_of_one_example_do_not_see_each_other_or_other_examples():
+    model = encoder("aligned")
+    x, noise = torch.rand(4, *X_SHAPE), torch.rand(4, 3, 8)
+    z, log_q = model(x, 3, noise)
+    alone, log_q_alone = model(x[2:3], 1, noise[2:3, 1:2])
+    assert torch.equal(alone[0, 0], z[2, 1])
+    torch.testing.assert_close(log_q_alone[0, 0], log_q[2, 1], atol=1e-4, rtol=0)
+
+
+def test_draw_never_picks_a_token_of_probability_zero():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]]).repeat(1000, 1)
+    edges = torch.tensor([0.0, 1 - 2**-24, 0.5, 1 / (1 + math.e)])
+    u = torch.cat([torch.rand(1000, 8), edges.expand(1000, -1)], dim=1)
+    z = draw(logits, u)
+    assert set(z.unique().tolist()) == {1, 3}
+
+
+def test_draw_inverts_the_distribution_function():
+    p = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    u = torch.tensor([0.05, 0.15, 0.29, 0.31, 0.59, 0.61, 0.99])
+    assert draw(p.log(), u).tolist() == [0, 1, 1, 2, 2, 3, 3]
+
+
+def test_token_kl_matches_torch_distributions():
+    logits = 3 * torch.randn(5, 7)
+    uniform = torch.distributions.Categorical(logits=torch.zeros(5, 7))
+    expected = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=logits), uniform
+    )
+    torch.testing.assert_close(token_kl(logits), expected)
+
+
+def test_the_bernoulli_likelihood_matches_torch_distributions():
+    decoder = MLPDecoder(X_SHAPE, 8, 16, 32)
+    x, z = torch.rand(3, *X_SHAPE).round(), torch.randint(16, (3, 5, 8))
+    p = decoder(z)
+    assert p.mean.shape == (3, 5, *X_SHAPE)
+    expected = p.log_prob(x.unsqueeze(1))
+    torch.testing.assert_close(decoder.log_prob(x, z), expected, rtol=1e-5, atol=1e-3)
+
+
+def test_patches_tile_the_padded_image():
+    patches = Patches(X_SHAPE, 8)
+    assert (patches.rows, patches.columns, patches.ph, patches.pw) == (2, 4, 14, 8)
+    x = torch.rand(2, *X_SHAPE)
+    out = patches(x)
+    assert out.shape == (2, 8, 112)
+    assert torch.equal(out[0, 1].view(14, 8), x[0, 0, :14, 6:14])  # 2 columns of padding on the left
+    torch.testing.assert_close(out.sum(), x.sum())
+    assert Patches((3, 32, 32), 64)(torch.rand(1, 3, 32, 32)).shape == (1, 64, 48)
+
+
+def count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_networks_have_the_sizes_of_the_authors_models():
+    """MNIST. Ours have a begin-of-code embedding of their own (+ 64, autoregressive) and no second
+    linear layer before the linear head (- 64 * 65, one pass)."""
+    assert count(AutoregressiveEncoder(X_SHAPE, 8, 256, 64, 4, 1, 4)) == 156_480 + 64
+    assert count(OnePassEncoder(X_SHAPE, 8, 256, 64, 4, 2, 6)) == 160_640 - 64 * 65
+    assert count(MLPDecoder(X_SHAPE, 8, 256, 64)) == 267_344
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_of_an_encoder_gets_a_gradient(kind):
+    model = encoder(kind)
+    _, log_q = model(torch.rand(2, *X_SHAPE), 4)
+    log_q.sum().backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("kind", ("plain", "aligned"))
+def test_a_training_pass_encodes_x_once_and_keeps_no_graph_of_sampling(kind):
+    model = encoder(kind)
+    calls = []
+    model.patch_encoder.register_forward_hook(lambda *call: calls.append(call))
+    model(torch.rand(2, *X_SHAPE), 4)
+    assert len(calls) == 1
+    assert not model.sample(model.patch_encoder(torch.rand(2, *X_SHAPE)), 4).requires_grad
