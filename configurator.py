@@ -2,9 +2,9 @@
 
     python train.py config/mnist_daps.py config/short.py --max_steps=500
 
-Files and --key=value are applied from left to right. A file holds assignments of literals and nothing
-else; it is read, never executed. Only names of the settings block may be set, only to values of their
-type. Whatever is wrong: one line that says so, exit code 2.
+Files and --key=value are applied from left to right. A file holds assignments of literals and
+nothing else; it is read, never executed. Only names in the settings block may be set, and only to
+values of their type. Whatever is wrong gets one line that says so, and exit code 2.
 """
 
 import ast
@@ -13,26 +13,25 @@ import os
 import re
 import sys
 
+TYPES = (int, float, bool, str)
+
 
 def die(message):
     """End the program over something the user can mend: one line, exit code 2."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr)
+    rank = int(os.environ.get("RANK", 0))  # set by torchrun
+    print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def configure(script, argv):
-    """Override the settings in `script` (a module's globals()) by argv.
+    """Override the settings in `script` (a module's globals()) by argv. Settings are its numbers,
+    truth values and texts with a lower-case name.
 
     Returns all settings as a dict, and those arguments that are neither --key=value nor a .py file.
     """
-    settings = {
-        k: v for k, v in script.items() if type(v) in (int, float, bool, str) and k[0] != "_"
-    }
+    settings = {k: v for k, v in script.items() if k[0].islower() and type(v) in TYPES}
     if "--help" in argv or "-h" in argv:
-        print(
-            f"{script['__doc__']}\nSettings (--key=value):\n{describe(script['__file__'], settings)}"
-        )
+        print(script["__doc__"], "Settings:", describe(script["__file__"], settings), sep="\n")
         sys.exit(0)
     rest = []
     for word in argv:
@@ -69,9 +68,8 @@ def checked(key, value, settings, place):
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
-        die(
-            f"{place}: {key} must be of type {wanted.__name__}, like {settings[key]!r}; found {value!r}"
-        )
+        like = f"{wanted.__name__}, like {settings[key]!r}"
+        die(f"{place}: {key} must be of type {like}; found {value!r}")
     return value
 
 

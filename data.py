@@ -1,7 +1,7 @@
 """Data sets: find or download, check, decode, and hand out batches as a function of (seed, step).
 
-Letters: N examples in a batch. A batch and its noise are drawn for the whole (global) batch and each
-process keeps its share, so example i of step t is the same whatever the number of processes.
+Batches and noise are drawn for the whole (global) batch, of which each process keeps its share:
+example i of step t and its noise are the same whatever the number of processes.
 
     glyphs  letters and digits drawn on the spot with Pillow's built-in font; no network, no files
     mnist   the four IDX files, from data_dir/mnist or downloaded there
@@ -10,6 +10,7 @@ process keeps its share, so example i of step t is the same whatever the number 
 import functools
 import gzip
 import hashlib
+import math
 import os
 import string
 import struct
@@ -46,15 +47,13 @@ class Dataset:
         index = train_indices(len(self.x_train), seed, step, batch_size)
         return self.x_train[index[share(batch_size, rank, world_size)]].float()
 
-    def val_batch(self, step, batch_size, rank=0, world_size=1):
-        """This rank's share of validation batch `step`, in order; empty shares are possible."""
-        whole = self.x_val[step * batch_size : (step + 1) * batch_size]
-        return whole[share(len(whole), rank, world_size)].float()
-
-    def n_val_batches(self, batch_size):
-        return -(-len(self.x_val) // batch_size)
+    def val_batches(self, batch_size, rank=0, world_size=1):
+        """This rank's part of the validation set, in order, in batches."""
+        for x in self.x_val[share(len(self.x_val), rank, world_size)].split(batch_size):
+            yield x.float()
 
 
+@functools.lru_cache(maxsize=1)
 def load_dataset(name, data_dir="~/.cache/daps"):
     if name not in DATASETS:
         raise DataError(f'dataset is "{name}", must be one of: {", ".join(DATASETS)}')
@@ -102,7 +101,7 @@ def glyphs(data_dir=None, n_train=20_000, n_val=2_000, seed=0):
     """62 letters and digits, 28 x 28, binary, each bent by a random affine map and stroke width."""
     characters = string.digits + string.ascii_uppercase + string.ascii_lowercase
     strokes = range(0, 7, 2)
-    # Draw each letter once per stroke width, four times too large; distort and shrink it per example.
+    # Draw each letter once per stroke width, four times too large; bend and shrink it per example.
     masters = [[draw_glyph(c, s) for s in strokes] for c in characters]
     rng = np.random.default_rng(seed)
     n = n_train + n_val
@@ -149,29 +148,28 @@ MNIST_MIRRORS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
     "https://yann.lecun.com/exdb/mnist/",
 )
-MNIST_FILES = {  # name: sha256
-    "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-    "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-    "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-    "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+MNIST_FILES = {  # sha256
+    "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
 
 
 def mnist(data_dir):
-    """MNIST, binarised at > 127. Files that are there are trusted if they decode without a fault (so
-    data of the same format under the same names will do); what is downloaded must match its hash."""
+    """MNIST, binarised at > 127. What is downloaded must match its hash; what is in data_dir must
+    decode without a fault, so that other data in the same format and by the same names will do."""
     folder = os.path.join(data_dir, "mnist")
-    for name, sha256 in MNIST_FILES.items():
-        if not os.path.exists(os.path.join(folder, name)):
-            download(
-                [mirror + name for mirror in MNIST_MIRRORS], os.path.join(folder, name), sha256
-            )
-    parts = [read_idx(os.path.join(folder, name)) for name in MNIST_FILES]
+    paths = [os.path.join(folder, f"{name}.gz") for name in MNIST_FILES]
+    for path, sha256 in zip(paths, MNIST_FILES.values(), strict=True):
+        if not os.path.exists(path):
+            download([mirror + os.path.basename(path) for mirror in MNIST_MIRRORS], path, sha256)
+    parts = [read_idx(path) for path in paths]
     for images, labels in (parts[:2], parts[2:]):
         if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or len(images) == 0:
             raise DataError(
-                f"{folder}: images {images.shape} and labels {labels.shape} do not belong together, "
-                "want (n, 28, 28) and (n,); delete the folder to download MNIST anew"
+                f"{folder}: images {images.shape} and labels {labels.shape} do not match, want "
+                "(n, 28, 28) and (n,); delete the folder to download MNIST anew"
             )
     x_train, y_train, x_val, y_val = (torch.from_numpy(part) for part in parts)
     x_train, x_val = ((x.unsqueeze(1) > 127).byte() for x in (x_train, x_val))
@@ -179,26 +177,23 @@ def mnist(data_dir):
 
 
 def read_idx(path):
-    """A gzipped IDX file of unsigned bytes as an array; it must be whole and of the promised size."""
+    """A gzipped IDX file of unsigned bytes as an array, if it is whole and of the promised size."""
     try:
         with gzip.open(path) as file:
             zero, kind, n_dims = struct.unpack(">HBB", file.read(4))
             if zero != 0 or kind != 8 or not 1 <= n_dims <= 3:
                 raise ValueError("not an IDX file of bytes")
             shape = struct.unpack(f">{n_dims}I", file.read(4 * n_dims))
-            size = int(np.prod(shape, dtype=object))
+            size = math.prod(shape)
             if size > 1 << 30:
                 raise ValueError(f"promises {size:,} bytes, too many to be true")
-            body = file.read(size + 1)  # one more than promised: must not be there
+            body = file.read(size + 1)  # one more than promised, which must not be there
+            if len(body) != size:
+                found = "fewer" if len(body) < size else "more"
+                raise ValueError(f"promises {size:,} bytes, holds {found}")
     except (OSError, EOFError, ValueError, struct.error, zlib.error) as fault:
-        raise DataError(
-            f"{path}: cannot be read ({fault}); delete it to download it anew"
-        ) from None
-    if len(body) != size:
-        found = "more" if len(body) > size else f"{len(body):,}"
-        raise DataError(
-            f"{path}: holds {found} bytes, its header promises {size:,}; delete it to download it anew"
-        )
+        reason = f"cannot be read ({fault}); delete the file to download it anew"
+        raise DataError(f"{path}: {reason}") from None
     return np.frombuffer(body, np.uint8).reshape(shape).copy()
 
 
@@ -241,6 +236,7 @@ def download(urls, path, sha256):
         if os.path.exists(part):
             os.remove(part)
     raise DataError(
-        f"{name} is not in {os.path.dirname(path)} and no mirror delivered it ({'; '.join(faults)}); "
-        "put the file there by hand, set --data_dir, or train on --dataset=glyphs, which needs no files"
+        f"{name} is not in {os.path.dirname(path)} and no mirror delivered it "
+        f"({'; '.join(faults)}); put the file there by hand, set --data_dir to where it is, "
+        "or take --dataset=glyphs, which needs no files"
     )

@@ -85,10 +85,15 @@ def n_parameters(model):
 # metrics
 
 
+def validation_noise(model, n, rank=0, world_size=1):
+    """What decides the codes of the n validation examples, in every evaluation: (n, 1, B)."""
+    return uniform_noise(VAL_NOISE, 0, 0, n, (1, model.encoder.n_tokens), rank, world_size)
+
+
 @torch.no_grad()
 def evaluate(model, data, beta, batch_size, device):
-    """Means over the whole validation set, one code z ~ q(z|x) per x, and how often each position used
-    each value: metrics (a dict of floats), counts (B, V). Every process does its share of each batch.
+    """Means over the whole validation set, one code z ~ q(z|x) per x: metrics (a dict of floats);
+    and how often each position used each value: counts (B, V). Processes share every batch.
 
     beta_elbo   log_px - beta kl
     log_px      log p(x|z), nats
@@ -104,11 +109,11 @@ def evaluate(model, data, beta, batch_size, device):
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     counts = torch.zeros(n_tokens * vocab_size, dtype=torch.float64, device=device)
     offsets = torch.arange(n_tokens, device=device) * vocab_size
-    for step in range(data.n_val_batches(batch_size)):
-        x = data.val_batch(step, batch_size, rank, world_size).to(device)
-        n = min(batch_size, len(data.x_val) - step * batch_size)  # over all processes
-        noise = uniform_noise(VAL_NOISE, 0, step, n, (1, n_tokens), rank, world_size, device)
-        z = model.encode(x, noise=noise)  # (N, B)
+    noise = validation_noise(model, len(data.x_val), rank, world_size)
+    batches = data.val_batches(batch_size, rank, world_size)
+    for x, u in zip(batches, noise.split(batch_size), strict=True):
+        x = x.to(device)
+        z = model.encode(x, noise=u.to(device))  # (N, B)
         p = model.decode(z)
         mse = (p.mean - x).square().flatten(1).mean(dim=1).clamp_min(1e-10)  # (N,)
         sums += torch.stack(
@@ -168,7 +173,7 @@ def draw_reconstructions(model, data, device, columns=16, pairs=4):
     """Validation images, each over the decoder's mean for one code drawn from the encoder."""
     n = columns * pairs
     x = data.x_val[:n].float().to(device)
-    noise = uniform_noise(VAL_NOISE, 0, 0, n, (1, model.encoder.n_tokens), device=device)
+    noise = validation_noise(model, len(data.x_val))[:n].to(device)
     mean = model.decode(model.encode(x, noise=noise)).mean
     both = torch.stack(
         [x.view(pairs, columns, *x.shape[1:]), mean.view(pairs, columns, *x.shape[1:])], 1
@@ -254,7 +259,7 @@ def draw_plot(title, series, size=(420, 300), log_y=False):
 
 
 def draw_curves(out_dirs):
-    """Validation beta-ELBO, PSNR and KL, and training ESS and eta, of one or several runs over steps."""
+    """Validation beta-ELBO, PSNR and KL, training ESS and eta over steps, of one or more runs."""
     panels = (
         ("validation beta-ELBO", "val", "beta_elbo", False),
         ("validation PSNR (dB)", "val", "psnr", False),

@@ -1,12 +1,13 @@
 """Train a discrete autoencoder.
 
-    python train.py                                                 DAPS on glyphs: a few minutes on a laptop
-    python train.py config/mnist_daps.py --out_dir=out/x            the paper's MNIST run
-    python train.py config/mnist_daps.py config/short.py            the same in 3,000 steps, for a CPU
-    torchrun --nproc_per_node=2 train.py config/mnist_daps.py       two processes share every batch
-    python train.py config/mnist_daps.py --resume=True              go on after an interruption
+    python train.py                                             DAPS on glyphs, minutes on a laptop
+    python train.py config/mnist_daps.py                        the paper's MNIST run
+    python train.py config/mnist_daps.py config/short.py        the same in 3,000 steps, for a CPU
+    python train.py config/mnist_daps.py --resume=True          go on after an interruption
+    torchrun --nproc_per_node=2 train.py config/mnist_daps.py   two processes share every batch
 
-Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token, H width.
+Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token,
+H width.
 """
 
 import json
@@ -14,6 +15,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 
 import torch
@@ -23,7 +25,15 @@ from tqdm import tqdm
 
 from configurator import configure, die
 from data import DATASETS, TRAIN_NOISE, DataError, load_dataset, uniform_noise
-from eval import METHODS, build_model, evaluate, load_checkpoint, n_parameters, report
+from eval import (
+    METHODS,
+    build_model,
+    evaluate,
+    load_checkpoint,
+    n_parameters,
+    read_log,
+    report,
+)
 
 # ---------------------------------------------------------------------------------------------
 # Settings. Files and --key=value on the command line override them; --help lists them.
@@ -113,69 +123,56 @@ for key, fine, wanted in (
     ("log_interval", log_interval >= 1, "at least 1"),
     ("seed", seed >= 0, "zero or more"),
     ("dtype", dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
+    ("overwrite", not (resume and overwrite), "False to resume"),
 ):
     if not fine:
         die(f"{key} is {settings[key]!r}, must be {wanted}")
 
 # ---------------------------------------------------------------------------------------------
+# Where to write. A folder that holds a run is only touched to resume it, or if told to overwrite.
+chief = rank == 0  # the process that prints and writes
+names = ("last.pt", "best.pt", "log.jsonl", "config.json")
+last_path, best_path, log_path, config_path = paths = [os.path.join(out_dir, n) for n in names]
+if chief:
+    if any(map(os.path.exists, paths)) and not (resume or overwrite):
+        die(f"out_dir {out_dir} holds a run: resume it by --resume=True or --overwrite=True it")
+    try:
+        os.makedirs(out_dir, exist_ok=True)
+        tempfile.TemporaryFile(dir=out_dir).close()
+    except OSError as fault:
+        die(f"out_dir {out_dir} cannot be written ({fault.strerror}); choose another")
+
 # Where to run. Under torchrun each process takes its share of every batch.
 if device == "cuda" and world_size > 1:
     device = f"cuda:{os.environ['LOCAL_RANK']}"
 try:
+    device_type = torch.device(device).type
     torch.zeros(1, device=device)
 except (RuntimeError, AssertionError) as fault:
     die(f"device is {device!r}, which cannot be used here ({str(fault).splitlines()[0]})")
-device_type = torch.device(device).type
+if device_type == "cuda":
+    torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
 if world_size > 1:
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-chief = rank == 0  # the process that prints and writes
-torch.set_float32_matmul_precision("high")
 autocast = torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bfloat16")
 
-# Where to write. A folder that holds a run is only touched to resume it, or if told to overwrite.
-last_path, best_path, log_path, config_path = (
-    os.path.join(out_dir, name) for name in ("last.pt", "best.pt", "log.jsonl", "config.json")
-)
-if any(map(os.path.exists, (last_path, log_path, config_path))) and not (resume or overwrite):
-    die(
-        f"out_dir {out_dir} holds a run: --resume=True goes on with it, --overwrite=True replaces it"
-    )
-try:
-    os.makedirs(out_dir, exist_ok=True)
-    if not os.access(out_dir, os.W_OK):
-        raise PermissionError(None, "Permission denied")
-except OSError as fault:
-    die(f"out_dir {out_dir} cannot be written ({fault.strerror}); choose another")
-
-# A resumed run is the same run: only what does not change its course may differ.
-free_to_change = {
-    "out_dir",
-    "data_dir",
-    "resume",
-    "overwrite",
-    "max_steps",
-    "eval_interval",
-    "log_interval",
-}
-free_to_change |= {"wandb_log", "device", "dtype", "use_compile"}
+# A resumed run is the same run: only what does not change its course may differ (rounding aside;
+# a new max_steps stretches the schedules).
+may_differ = "out_dir data_dir resume overwrite max_steps eval_interval log_interval wandb_log"
+may_differ = set(may_differ.split()) | {"device", "dtype", "use_compile"}
 checkpoint = None
 if resume and os.path.exists(last_path):
     try:
         checkpoint = load_checkpoint(last_path)
     except ValueError as fault:
         die(fault)
-    for key in settings.keys() - free_to_change:
-        if settings[key] != checkpoint["config"].get(key):
-            was = checkpoint["config"].get(key)
-            die(
-                f"resume: {key} is {settings[key]!r}, but the run in {out_dir} has {was!r}; give the same settings"
-            )
+    for key in settings.keys() - may_differ:
+        then, now = checkpoint["config"].get(key), settings[key]
+        if then != now:
+            die(f"resume: {key} is {now!r}, but the run in {out_dir} has {then!r}; set it to that")
     if checkpoint["step"] > max_steps:
-        die(
-            f"resume: max_steps is {max_steps}, but the run in {out_dir} is at step {checkpoint['step']}"
-        )
+        die(f"resume: {out_dir} is at step {checkpoint['step']}, past max_steps = {max_steps}")
 
 try:
     data = load_dataset(dataset, data_dir)
@@ -183,7 +180,7 @@ except DataError as fault:
     die(fault)
 
 # ---------------------------------------------------------------------------------------------
-# Model and optimizer. log_eta, if trained by gradient, has a rate of its own, no decay, no clipping.
+# Model and optimizer. log_eta, if trained by gradient, has its own rate, no decay, no clipping.
 torch.manual_seed(seed)
 raw_model = build_model(settings, data.shape).to(device)
 weights = [p for name, p in raw_model.named_parameters() if name != "log_eta"]
@@ -195,13 +192,11 @@ optimizer = torch.optim.AdamW(
     lr=lr,
     fused=True,
 )
-step, best, skipped, seconds = 0, -math.inf, 0, 0.0
+progress = {"step": 0, "best": -math.inf, "skipped": 0, "seconds": 0.0}
 if checkpoint:
     raw_model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    step, best, skipped, seconds = (
-        checkpoint[key] for key in ("step", "best", "skipped", "seconds")
-    )
+    progress = {key: checkpoint[key] for key in progress}
 if use_compile:
     raw_model.compile()
 model = DistributedDataParallel(raw_model) if world_size > 1 else raw_model
@@ -219,96 +214,76 @@ def schedule(step):
 
 
 def write(path, content):
-    """Write a file under a temporary name and move it into place: it is whole or not there."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    """Write text or a checkpoint under another name and move it into place: whole or not at all."""
     try:
-        with open(temporary, "wb") as file:
+        with open(f"{path}.tmp", "wb") as file:
             if isinstance(content, str):
                 file.write(content.encode())
             else:
                 torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as fault:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-        die(f"{path} could not be written ({fault.strerror}); what was there before is untouched")
+        os.replace(f"{path}.tmp", path)
+    except (OSError, RuntimeError) as fault:  # torch.save turns a full disk into a RuntimeError
+        die(f"{path} could not be written ({fault}); what was there before is untouched")
 
 
 def save(path):
-    state = {
-        "model": raw_model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "config": settings,
-    }
-    state |= {"step": step, "best": best, "skipped": skipped, "seconds": seconds}
-    write(path, state | {"x_shape": list(data.shape)})
+    nets = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict()}
+    write(path, nets | progress | {"config": settings, "x_shape": list(data.shape)})
 
 
 def log(split, values):
-    """One line in log.jsonl: a step, "train" or "val", and numbers. Nothing in it depends on time."""
+    """One line in log.jsonl: step, "train" or "val", and numbers, none of which depends on time."""
     values = {key: float(value) for key, value in values.items()}
-    print(json.dumps({"step": step, "split": split} | values), file=log_file, flush=True)
+    line = json.dumps({"step": progress["step"], "split": split} | values)
+    print(line, file=log_file, flush=True)
     if wandb_log:
-        wandb.log({f"{split}/{key}": value for key, value in values.items()}, step=step)
+        values = {f"{split}/{key}": value for key, value in values.items()}
+        wandb.log(values, step=progress["step"])
 
 
 if chief:
     # Start the log anew, or cut it back to the checkpoint: what came after will come again.
     lines = []
-    if checkpoint and os.path.exists(log_path):
-        with open(log_path) as file:
-            lines = [
-                line for line in file if line.endswith("\n") and json.loads(line)["step"] <= step
-            ]
-    if not checkpoint and os.path.exists(best_path):
-        os.remove(best_path)
+    if checkpoint:
+        rows = read_log(out_dir)
+        lines = [json.dumps(row) + "\n" for row in rows if row["step"] <= progress["step"]]
+    elif overwrite:
+        for path in filter(os.path.exists, paths):
+            os.remove(path)
     write(log_path, "".join(lines))
     write(config_path, json.dumps(settings, indent=2) + "\n")
-    log_file = open(log_path, "a")
+    log_file = open(log_path, "a")  # noqa: SIM115 (open until the program ends)
     if wandb_log:
         try:
             import wandb
         except ImportError:
             die("wandb_log is True, but wandb is not installed: pip install wandb")
         wandb.init(project="daps", name=out_dir, config=settings)
-    encoder_size, decoder_size = n_parameters(raw_model)
-    print(
-        f"{method} on {dataset}: {n_tokens} tokens x {math.log2(vocab_size):g} bits, {max_steps:,} steps"
-    )
-    print(f"parameters: encoder {encoder_size:,}, decoder {decoder_size:,}; {device}, {dtype}")
-    print(
-        f"batch_size {batch_size}: {world_size} process(es) with {batch_size // world_size} examples each"
-    )
+    sizes = "encoder {:,}, decoder {:,}".format(*n_parameters(raw_model))
+    bits = n_tokens * math.log2(vocab_size)
+    print(f"{method} on {dataset}: {n_tokens} tokens of {vocab_size} values, {bits:g} bits")
+    print(f"parameters: {sizes}; {max_steps:,} steps on {device} in {dtype}")
+    print(f"batch_size {batch_size}: {batch_size // world_size} for each of {world_size} processes")
     if resume:
-        print(
-            f"resumed at step {step}"
-            if checkpoint
-            else f"nothing to resume in {out_dir}: from the start"
-        )
+        where = f"at step {progress['step']}" if checkpoint else "at the start: no last.pt yet"
+        print(f"resumed {where}")
 
 # ---------------------------------------------------------------------------------------------
 # The loop. Ctrl-C and SIGTERM end it after the current step, with a checkpoint.
 caught = []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: caught.append(number))
-noise_shape = (n_samples, n_tokens)
-bar = tqdm(
-    total=max_steps,
-    initial=step,
-    disable=None if chief else True,
-    smoothing=0.05,
-    dynamic_ncols=True,
-)
-bad_in_a_row = 0
-started = time.perf_counter()
+place = dict(rank=rank, world_size=world_size)
+step, bad_in_a_row, started = progress["step"], 0, time.perf_counter()
+bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None if chief else True)
 while step < max_steps:
-    beta, optimizer.param_groups[0]["lr"] = schedule(step)
-    x = data.train_batch(seed, step, batch_size, rank, world_size).to(device)  # (N, *shape)
-    noise = uniform_noise(
-        TRAIN_NOISE, seed, step, batch_size, noise_shape, rank, world_size, device
-    )
+    beta, rate = schedule(step)
+    optimizer.param_groups[0]["lr"] = rate
+    x = data.train_batch(seed, step, batch_size, **place).to(device)  # (N, *shape)
+    noise = (n_samples, n_tokens)
+    noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, noise, **place, device=device)
     with autocast:
         loss, metrics = model(x, torch.tensor(beta, device=device), noise=noise)
     loss.backward()  # DDP averages the gradients here
@@ -316,69 +291,57 @@ while step < max_steps:
     if math.isfinite(grad_norm):
         optimizer.step()
         bad_in_a_row = 0
-    else:
-        skipped, bad_in_a_row = skipped + 1, bad_in_a_row + 1
+    else:  # leave parameters and optimizer as they are
+        progress["skipped"] += 1
+        bad_in_a_row += 1
         if bad_in_a_row == max_skipped:
-            die(
-                f"{max_skipped} steps in a row up to step {step} had a non-finite gradient; last.pt is from before: try a lower --lr"
-            )
+            die(f"non-finite gradients in {max_skipped} steps up to {step}; try a lower --lr")
     optimizer.zero_grad()
     step += 1
+    progress["step"] = step
     bar.update()
 
     if step % log_interval == 0 or step == max_steps:
-        names = ["loss", *metrics]
         values = torch.stack([loss.detach(), *metrics.values()])
         if world_size > 1:
             dist.all_reduce(values)
             values /= world_size
         if chief:
-            values = dict(zip(names, values.tolist(), strict=True))
-            log(
-                "train",
-                values
-                | {
-                    "lr": optimizer.param_groups[0]["lr"],
-                    "grad_norm": grad_norm,
-                    "skipped": skipped,
-                },
-            )
-            bar.set_postfix(
-                {key: f"{values[key]:.4g}" for key in ("reward", "kl", "ess", "eta", "beta")}
-            )
+            row = dict(zip(["loss", *metrics], values.tolist(), strict=True))
+            log("train", row | dict(lr=rate, grad_norm=grad_norm, skipped=progress["skipped"]))
+            shown = ("reward", "kl", "ess", "eta", "beta")
+            bar.set_postfix({key: f"{row[key]:.4g}" for key in shown})
 
-    stop = torch.tensor(len(caught), device=device)
-    if world_size > 1:
-        dist.all_reduce(stop)  # a signal may reach one process a step before another
-    stop = bool(stop.item())
-    if step % eval_interval == 0 or step == max_steps:
-        seconds += time.perf_counter() - started
-        with autocast:
-            val, _ = evaluate(raw_model, data, beta_final, batch_size, device)
+    stop = torch.tensor(len(caught))
+    if world_size > 1:  # a signal may reach one process a step before another
+        stop = stop.to(device)
+        dist.all_reduce(stop)
+    evaluating = step % eval_interval == 0 or step == max_steps
+    if evaluating or stop:
+        progress["seconds"] += time.perf_counter() - started
+        if evaluating:
+            with autocast:
+                val, _ = evaluate(raw_model, data, beta_final, batch_size, device)
+            if chief:
+                log("val", val)
+                bar.write(
+                    f"step {step:6d}  val beta-ELBO {val['beta_elbo']:8.2f}  "
+                    f"log p(x|z) {val['log_px']:8.2f}  KL {val['kl']:5.2f}  PSNR {val['psnr']:5.2f}"
+                )
+                if val["beta_elbo"] > progress["best"]:
+                    progress["best"] = val["beta_elbo"]
+                    save(best_path)
         if chief:
-            log("val", val)
-            bar.write(
-                f"step {step:6d}  val beta-ELBO {val['beta_elbo']:.2f}  log p(x|z) {val['log_px']:.2f}  "
-                f"KL {val['kl']:.2f}  PSNR {val['psnr']:.2f}  codes used {val['code_usage']:.0%}"
-            )
-            if val["beta_elbo"] > best:
-                best = val["beta_elbo"]
-                save(best_path)
             save(last_path)
         started = time.perf_counter()
-    elif stop and chief:
-        seconds += time.perf_counter() - started
-        save(last_path)
-    if stop:
+    if stop and step < max_steps:
         bar.close()
         if chief:
-            print(
-                f"stopped by a signal at step {step}; the same command with --resume=True goes on"
-            )
-        sys.exit(128 + caught[0] if caught else 1)
+            print(f"stopped at step {step}; the same command with --resume=True goes on from here")
+        sys.exit(128 + (caught or [signal.SIGTERM])[0])
 
 bar.close()
-if chief:
-    report([out_dir])
 if world_size > 1:
     dist.destroy_process_group()
+if chief:
+    report([out_dir], device=device)

@@ -1,10 +1,10 @@
-"""MNIST in 64 bits, autoregressive DAPS, with the paper's settings.
+"""MNIST in 64 bits: autoregressive DAPS with the paper's settings.
 
     python train.py config/mnist_daps.py
 
-Hardware: made for one GPU. On two CPU cores a step takes about 0.2 s, so 250,000 steps take 14 hours;
+Hardware: made for one GPU. On two CPU cores a step takes 0.2 s, 250,000 steps 14 hours;
 add config/short.py for 3,000 steps.
-Expect: the paper reports a validation beta-ELBO of -46.54 and a PSNR of 18.23 dB (mean of 10 seeds).
+Expect: the paper has a validation beta-ELBO of -46.54 and a PSNR of 18.23 dB (mean of 10 seeds).
 """
 
 dataset = "mnist"

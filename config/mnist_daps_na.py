@@ -1,10 +1,10 @@
-"""MNIST in 64 bits, one-pass DAPS (DAPS-NA), with the paper's settings.
+"""MNIST in 64 bits: one-pass DAPS (DAPS-NA) with the paper's settings.
 
     python train.py config/mnist_daps_na.py
 
-Hardware: made for one GPU. On two CPU cores a step takes about 0.07 s, so 250,000 steps take 5 hours;
+Hardware: made for one GPU. On two CPU cores a step takes 0.07 s, 250,000 steps 5 hours;
 add config/short.py for 3,000 steps.
-Expect: the paper reports a validation beta-ELBO of -46.96 and a PSNR of 18.36 dB (mean of 10 seeds).
+Expect: the paper has a validation beta-ELBO of -46.96 and a PSNR of 18.36 dB (mean of 10 seeds).
 """
 
 dataset = "mnist"

@@ -39,7 +39,9 @@ def test_weights_solve_the_constrained_problem_of_equation_4(eta, beta):
 
     # Maximise the Lagrangian numerically: it is concave, and knows nothing of the closed form.
     u = torch.zeros(1, M, dtype=torch.float64, requires_grad=True)
-    solver = torch.optim.LBFGS([u], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+    solver = torch.optim.LBFGS(
+        [u], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe"
+    )
 
     def lagrangian():
         solver.zero_grad()

@@ -20,7 +20,7 @@ X_SHAPE = (1, 28, 28)
 
 
 def encoder(kind, n_tokens=8, vocab_size=16, width=32, n_layers=2, x_shape=X_SHAPE, spread=3.0):
-    """A small encoder whose logits are spread out: it prefers some tokens and depends on the past."""
+    """A small encoder with spread-out logits: it prefers some tokens and depends on the past."""
     torch.manual_seed(0)
     size = (x_shape, n_tokens, vocab_size, width, 4, n_layers, 2)
     if kind == "one pass":
@@ -159,7 +159,9 @@ def test_patches_tile_the_padded_image():
     x = torch.rand(2, *X_SHAPE)
     out = patches(x)
     assert out.shape == (2, 8, 112)
-    assert torch.equal(out[0, 1].view(14, 8), x[0, 0, :14, 6:14])  # 2 columns of padding on the left
+    assert torch.equal(
+        out[0, 1].view(14, 8), x[0, 0, :14, 6:14]
+    )  # 2 columns of padding on the left
     torch.testing.assert_close(out.sum(), x.sum())
     assert Patches((3, 32, 32), 64)(torch.rand(1, 3, 32, 32)).shape == (1, 64, 48)
 

@@ -1,0 +1,350 @@
+"""train.py as a user meets it: runs, crashes, resumes, shares its work, and refuses bad input."""
+
+import glob
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from conftest import ROOT, TINY, run, start, succeed
+
+from configurator import read_config
+from eval import load_checkpoint
+
+
+def same(a, b):
+    """Whether two checkpoints' contents are equal, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def assert_same_run(out_dir, twin):
+    for name in ("last.pt", "best.pt"):
+        ours, theirs = load_checkpoint(out_dir / name), load_checkpoint(twin / name)
+        for key in ("model", "optimizer", "step", "best", "skipped"):
+            assert same(ours[key], theirs[key]), (name, key)
+    assert (out_dir / "log.jsonl").read_text() == (twin / "log.jsonl").read_text()
+
+
+def log_lines(out_dir):
+    path = out_dir / "log.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+# what a run leaves behind
+
+
+def test_a_run_leaves_checkpoints_a_log_and_pictures(finished_run):
+    files = set(os.listdir(finished_run))
+    pictures = {"reconstructions.png", "samples.png", "codes.png", "curves.png"}
+    assert files == {"last.pt", "best.pt", "log.jsonl", "config.json", "eval.json"} | pictures
+    rows = [json.loads(line) for line in (finished_run / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if r["split"] == "train"] == list(range(1, 13))
+    assert [r["step"] for r in rows if r["split"] == "val"] == [4, 8, 12]
+    assert {"reward", "log_q", "kl", "ess", "eta", "beta", "lr", "loss"} < rows[0].keys()
+    config = json.loads((finished_run / "config.json").read_text())
+    assert config["vocab_size"] == 32 and config["method"] == "daps"
+
+
+def test_schedules_start_and_end_where_the_settings_say(finished_run):
+    rows = [json.loads(line) for line in (finished_run / "log.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["split"] == "train"]
+    assert rows[0]["beta"] == pytest.approx(0.5) and rows[-1]["beta"] == pytest.approx(0.01)
+    assert rows[5]["beta"] == pytest.approx(0.5 * (0.01 / 0.5) ** (5 / 11))
+    assert rows[0]["lr"] == pytest.approx(3e-3 / 2) and 0 < rows[-1]["lr"] < 1e-4
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(finished_run, tmp_path):
+    succeed("train.py", *TINY, f"--out_dir={tmp_path / 'again'}")
+    assert_same_run(tmp_path / "again", finished_run)
+    succeed("train.py", *TINY, f"--out_dir={tmp_path / 'other'}", "--seed=1")
+    other, ours = (load_checkpoint(d / "last.pt") for d in (tmp_path / "other", finished_run))
+    assert not same(other["model"], ours["model"])
+
+
+@pytest.mark.parametrize("method", ("daps", "daps_na"))
+def test_training_improves_the_validation_elbo(method, tmp_path):
+    more = ("--max_steps=60", "--eval_interval=5", "--batch_size=32", f"--method={method}")
+    succeed("train.py", *TINY, *more, f"--out_dir={tmp_path / 'run'}")
+    rows = map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())
+    elbo = [row["beta_elbo"] for row in rows if row["split"] == "val"]
+    assert elbo[-1] > elbo[0] + 100
+
+
+# interruptions
+
+
+def test_a_run_killed_at_random_moments_and_resumed_equals_an_uninterrupted_one(
+    finished_run, tmp_path
+):
+    out_dir, rng = tmp_path / "run", random.Random(0)
+    command = ("train.py", *TINY, f"--out_dir={out_dir}")
+    kills = 0
+    for patience in (1, 3, 6, 9):  # lines of log to wait for; then a random moment
+        process = start(*command, *(["--resume=True"] if kills else []))
+        enough = log_lines(out_dir) + patience if kills else patience
+        while process.poll() is None and log_lines(out_dir) < enough:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.1))
+        process.kill()
+        kills += process.wait() == -signal.SIGKILL
+        process.communicate()
+    assert kills >= 2
+    assert "resumed" in succeed(*command, "--resume=True")
+    assert_same_run(out_dir, finished_run)
+
+
+def test_sigterm_saves_and_says_how_to_go_on(finished_run, tmp_path):
+    out_dir = tmp_path / "run"
+    command = ("train.py", *TINY, f"--out_dir={out_dir}", "--eval_interval=12")
+    process = start(*command)
+    while log_lines(out_dir) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    process.terminate()
+    output, errors = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, output + errors
+    assert "--resume=True" in output and "Traceback" not in errors
+    assert 2 <= load_checkpoint(out_dir / "last.pt")["step"] < 12
+    succeed(*command, "--resume=True")
+    ours, theirs = (load_checkpoint(d / "last.pt") for d in (out_dir, finished_run))
+    assert same(ours["model"], theirs["model"]) and same(ours["optimizer"], theirs["optimizer"])
+
+
+FAULTY_SAVE = """
+import io, os, runpy, signal, sys, torch
+torch_save, calls = torch.save, []
+def save(state, file):
+    calls.append(1)
+    if len(calls) < 4:
+        return torch_save(state, file)
+    buffer = io.BytesIO()
+    torch_save(state, buffer)
+    file.write(buffer.getvalue()[:len(buffer.getvalue()) // 2])
+    file.flush()
+    FAULT
+torch.save = save
+sys.argv = sys.argv[1:]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "fault, ends_with, message",
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("raise OSError(28, 'No space left on device')", 2, "last.pt could not be written"),
+    ],
+    ids=("crash", "disk full"),
+)
+def test_a_checkpoint_cut_short_never_replaces_a_good_one(
+    finished_run, tmp_path, fault, ends_with, message
+):
+    out_dir = tmp_path / "run"
+    arguments = (*TINY, f"--out_dir={out_dir}")
+    done = run("-c", FAULTY_SAVE.replace("FAULT", fault), "train.py", *arguments)
+    assert done.returncode == ends_with
+    assert message in done.stderr and done.stderr.count("\n") <= 1
+    assert load_checkpoint(out_dir / "last.pt")["step"] == 4
+    succeed("train.py", *arguments, "--resume=True")
+    assert_same_run(out_dir, finished_run)
+
+
+def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run(tmp_path):
+    out_dir = tmp_path / "run"
+    extra = ("--lr=1e30", "--max_skipped=5", "--max_steps=100", "--eval_interval=100")
+    done = run("train.py", *TINY, *extra, f"--out_dir={out_dir}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: non-finite gradients in 5 steps")
+    rows = list(map(json.loads, (out_dir / "log.jsonl").read_text().splitlines()))
+    assert rows[-1]["skipped"] >= 4
+
+
+# several processes
+
+
+@pytest.mark.parametrize("eta_update", ("solve", "gradient"))
+def test_two_processes_train_the_same_parameters_as_one(tmp_path, eta_update):
+    settings = (*TINY, "--max_steps=5", "--eval_interval=5", f"--eta_update={eta_update}")
+    succeed("train.py", *settings, f"--out_dir={tmp_path / 'one'}")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    output = succeed(*torchrun, "train.py", *settings, f"--out_dir={tmp_path / 'two'}")
+    assert "8 for each of 2 processes" in output
+    one, two = (load_checkpoint(tmp_path / d / "last.pt") for d in ("one", "two"))
+    for name, p in one["model"].items():
+        torch.testing.assert_close(two["model"][name], p, atol=1e-5, rtol=0, msg=name)
+    logs = [(tmp_path / d / "log.jsonl").read_text().splitlines() for d in ("one", "two")]
+    for a, b in zip(*logs, strict=True):
+        assert json.loads(a) == pytest.approx(json.loads(b), rel=1e-4, abs=1e-5)
+
+
+def test_a_run_can_be_resumed_with_another_number_of_processes(finished_run, tmp_path):
+    out_dir = tmp_path / "run"
+    succeed("train.py", *TINY, f"--out_dir={out_dir}", "--max_steps=4")
+    checkpoint = load_checkpoint(out_dir / "last.pt")
+    assert checkpoint["step"] == 4
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    output = succeed(*torchrun, "train.py", *TINY, f"--out_dir={out_dir}", "--resume=True")
+    assert "resumed at step 4" in output
+    assert load_checkpoint(out_dir / "last.pt")["step"] == 12
+
+
+# other ways to compute
+
+
+def test_bfloat16_and_compile_run_on_the_cpu_and_stay_close(finished_run, tmp_path):
+    """The same noise decides the codes, so a few steps stay close to float32, eager."""
+    rows = {}
+    for name in ("--dtype=bfloat16", "--use_compile=True"):
+        out_dir = tmp_path / name.strip("-")
+        succeed("train.py", *TINY, name, "--max_steps=12", f"--out_dir={out_dir}")
+        rows[name] = json.loads((out_dir / "log.jsonl").read_text().splitlines()[-1])
+    rows["float32"] = json.loads((finished_run / "log.jsonl").read_text().splitlines()[-1])
+    expected = rows.pop("float32")["log_px"]
+    assert rows["--dtype=bfloat16"]["log_px"] == pytest.approx(expected, rel=0.02)
+    assert rows["--use_compile=True"]["log_px"] == pytest.approx(expected, rel=0.002)
+
+
+# settings
+
+
+def refuse(*arguments, match, **extra):
+    """Run train.py with arguments that it must refuse: exit code 2, one line that matches."""
+    done = run("train.py", *arguments, **extra)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: "), done.stderr
+    for word in match:
+        assert word in done.stderr
+
+
+BAD_SETTINGS = {
+    "--datset=mnist": ("datset", "dataset"),
+    "--dataset=minst": ("minst", "glyphs, mnist"),
+    "--method=dabs": ("dabs", "daps, daps_na"),
+    "--beta_final=-0.1": ("beta_final", "-0.1"),
+    "--beta_init=0.0": ("beta_init", "positive"),
+    "--ess_target=0.0": ("ess_target", "(0, 1]"),
+    "--ess_target=1.5": ("ess_target", "(0, 1]"),
+    "--max_steps=many": ("max_steps", "int", "many"),
+    "--max_steps=2.5": ("max_steps", "int", "2.5"),
+    "--resume=1": ("resume", "bool"),
+    "--lr": ("--lr=value",),
+    "--n_heads=3": ("width", "multiple"),
+    "--device=cuba": ("device", "cuba"),
+    "--eta_update=adam": ("eta_update", "solve or gradient"),
+    "config/none.py": ("config/none.py", "No such file"),
+    "stray": ("stray", "--key=value"),
+}
+
+
+@pytest.mark.parametrize("argument", BAD_SETTINGS)
+def test_a_bad_setting_is_refused_in_one_line(argument, tmp_path):
+    out_dir = tmp_path / "run"
+    refuse(f"--out_dir={out_dir}", argument, match=BAD_SETTINGS[argument])
+    assert not out_dir.exists() or not os.listdir(out_dir)
+
+
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        ("max_step = 5", ("line 1", "max_step", "did you mean max_steps")),
+        ("lr = 'fast'", ("lr", "float", "'fast'")),
+        ("import os", ("line 1", "only assignments")),
+        ("lr = open('/etc/passwd').read()", ("line 1", "only assignments")),
+        ("lr = = 1", ("bad.py", "invalid syntax")),
+    ],
+)
+def test_a_bad_config_file_is_refused_by_name_and_line(text, match, tmp_path):
+    (tmp_path / "bad.py").write_text(text + "\n")
+    refuse(tmp_path / "bad.py", f"--out_dir={tmp_path / 'run'}", match=("bad.py", *match))
+
+
+def test_an_out_dir_that_holds_a_run_is_refused_and_left_alone(finished_run):
+    before = (finished_run / "last.pt").read_bytes()
+    refuse(*TINY, f"--out_dir={finished_run}", match=("holds a run", "--resume", "--overwrite"))
+    assert (finished_run / "last.pt").read_bytes() == before
+
+
+def test_overwrite_replaces_a_run(tmp_path):
+    out_dir = tmp_path / "run"
+    succeed("train.py", *TINY, "--max_steps=4", f"--out_dir={out_dir}")
+    succeed("train.py", *TINY, "--max_steps=2", f"--out_dir={out_dir}", "--overwrite=True")
+    assert load_checkpoint(out_dir / "last.pt")["step"] == 2
+    assert log_lines(out_dir) == 3
+
+
+@pytest.mark.parametrize("change", ("--width=64", "--n_tokens=4", "--method=daps_na", "--lr=1e-4"))
+def test_a_resume_with_other_settings_is_refused_and_loses_nothing(finished_run, change):
+    before = (finished_run / "last.pt").read_bytes(), (finished_run / "log.jsonl").read_bytes()
+    key, value = change.strip("-").split("=")
+    refuse(*TINY, f"--out_dir={finished_run}", "--resume=True", change, match=("resume", key))
+    after = (finished_run / "last.pt").read_bytes(), (finished_run / "log.jsonl").read_bytes()
+    assert after == before
+
+
+@pytest.mark.parametrize("content", (b"", b"not a checkpoint", "cut"))
+def test_a_resume_from_a_damaged_checkpoint_is_refused(finished_run, tmp_path, content):
+    if content == "cut":
+        content = (finished_run / "last.pt").read_bytes()[:5000]
+    (tmp_path / "last.pt").write_bytes(content)
+    refuse(*TINY, f"--out_dir={tmp_path}", "--resume=True", match=("last.pt", "not a readable"))
+    assert (tmp_path / "last.pt").read_bytes() == content
+
+
+def test_an_out_dir_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    refuse(*TINY, f"--out_dir={tmp_path / 'file' / 'run'}", match=("out_dir", "cannot be written"))
+
+
+def test_a_damaged_data_file_is_refused(tmp_path):
+    (tmp_path / "mnist").mkdir()
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (tmp_path / "mnist" / f"{name}-ubyte.gz").write_bytes(b"\x1f\x8b cut")
+    arguments = ("--dataset=mnist", f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'run'}")
+    refuse(*TINY, *arguments, match=("train-images-idx3-ubyte.gz", "cannot be read"))
+
+
+def test_a_download_without_network_is_refused_with_advice(tmp_path):
+    arguments = ("--dataset=mnist", f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'run'}")
+    nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    nowhere |= {"NO_PROXY": "", "no_proxy": ""}
+    refuse(*TINY, *arguments, match=("train-images", "--data_dir", "glyphs"), **nowhere)
+    assert not os.listdir(tmp_path / "mnist")
+
+
+def test_help_lists_every_setting_with_default_and_comment():
+    output = succeed("train.py", "--help")
+    assert "max_steps = " in output and "optimizer steps" in output
+    settings = output[output.index("Settings:") :].splitlines()[1:]
+    assert len(settings) > 30
+    assert all("  " in line.strip() for line in settings)  # each has its comment
+
+
+@pytest.mark.parametrize("path", sorted(glob.glob(os.path.join(ROOT, "config", "*.py"))))
+def test_every_config_file_loads_and_opens_with_its_command(path, tmp_path):
+    assert list(read_config(path))
+    name = os.path.relpath(path, ROOT)
+    with open(path) as file:
+        assert (
+            f"python train.py {'config/mnist_daps.py ' if 'short' in path else ''}{name}"
+            in file.read()
+        )
+    # A setting that is refused late shows that everything before it was accepted.
+    refuse(name, f"--out_dir={tmp_path}", "--dtype=none", match=("dtype", "float32 or bfloat16"))
+
+
+def test_config_files_and_arguments_compose_from_left_to_right(tmp_path):
+    (tmp_path / "a.py").write_text('"""A docstring."""\n\nlr = 1e-4\nbatch_size = 8\n')
+    (tmp_path / "b.py").write_text("batch_size = 4\nlr = 1  # whole numbers are fine\n")
+    files = (tmp_path / "a.py", tmp_path / "b.py")
+    arguments = ("--max_steps=1", "--vocab_size=32", f"--out_dir={tmp_path / 'run'}")
+    succeed("train.py", "--batch_size=2", *files, "--n_samples=2", *arguments)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["lr"], config["batch_size"], config["n_samples"]) == (1.0, 4, 2)
