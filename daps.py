@@ -121,7 +121,10 @@ class DAPS(nn.Module):
         w = log_weights(log_px, log_q, eta, beta).exp().detach()  # (N, K)
 
         # Losses on disjoint sets of parameters, so that their sum can take one backward pass.
-        loss = -(w * log_q).sum(dim=1).mean()  # encoder, eq. (6)
+        # Encoder, eq. (6), with 1 / K taken off the weights (ours, not the paper's): the codes were
+        # drawn from q, so the gradient of their mean log q is zero on average, and its noise,
+        # a share of about ESS / K of the whole variance, is for nothing.
+        loss = -((w - 1 / self.n_samples) * log_q).sum(dim=1).mean()
         loss = loss - log_px.mean()  # decoder, eq. (7)
         if self.eta_update == "gradient":
             loss = loss + (ess - self.ess_target) ** 2
@@ -196,13 +199,13 @@ def demo(n_steps=2000):
             logits = self.net(one_hot(z, V).flatten(-2).float())  # (N, K, D)
             return torch.distributions.Bernoulli(logits=logits).log_prob(x.unsqueeze(1)).sum(-1)
 
-    model = DAPS(Encoder(), Decoder(), n_samples=8, ess_target=0.5)
+    model = DAPS(Encoder(), Decoder(), n_samples=8, ess_target=0.97)  # careful at first
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     print(" step   beta-ELBO   of the best encoder   of the best pair    ESS     eta")
     for step in range(n_steps + 1):
         beta = 0.1 ** (step / n_steps)  # from 1 to 0.1: explore first
         loss, metrics = model(data.repeat(8, 1), beta)
-        if step % (n_steps // 10) == 0:
+        if step in (0, 10, 20, 50, 100, 200, 500, 1000, n_steps):
             with torch.no_grad():  # exact, over all 64 codes
                 log_q = model.encoder.log_prob(data, codes)  # (8, 64)
                 log_px = model.decoder.log_prob(data, codes)  # (8, 64)

@@ -10,9 +10,7 @@ Letters: N examples in a batch, K codes sampled per example, B tokens per code, 
 import json
 import math
 import os
-import pickle
 import sys
-import zipfile
 
 import torch
 import torch.distributed as dist
@@ -49,29 +47,25 @@ def load_checkpoint(path):
     """A checkpoint's content; ValueError, in one line, if it is missing, damaged or foreign."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if checkpoint.keys() >= CHECKPOINT_KEYS:
-            return checkpoint
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
-    except (
-        OSError,
-        RuntimeError,
-        EOFError,
-        KeyError,
-        AttributeError,
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-    ) as fault:
-        reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+    except Exception as fault:  # what a damaged file makes torch.load raise is not documented
+        reason = str(fault).split("\n")[0] or type(fault).__name__
         raise ValueError(f"{path} is not a readable checkpoint ({reason})") from None
-    raise ValueError(f"{path} is not a checkpoint of train.py")
+    if not isinstance(checkpoint, dict) or not checkpoint.keys() >= CHECKPOINT_KEYS:
+        raise ValueError(f"{path} is not a checkpoint of train.py")
+    return checkpoint
 
 
 def load(out_dir, checkpoint="best", device="cpu"):
     """The trained model of a run, ready for use; its settings are in model.config."""
-    state = load_checkpoint(os.path.join(out_dir, f"{checkpoint}.pt"))
-    model = build_model(state["config"], state["x_shape"])
-    model.load_state_dict(state["model"])
+    path = os.path.join(out_dir, f"{checkpoint}.pt")
+    state = load_checkpoint(path)
+    try:
+        model = build_model(state["config"], state["x_shape"])
+        model.load_state_dict(state["model"])
+    except (KeyError, RuntimeError, TypeError, ValueError):
+        raise ValueError(f"{path}: settings and parameters do not fit this version") from None
     model.config = state["config"] | {key: state[key] for key in ("step", "seconds")}
     return model.to(device).eval()
 
@@ -93,7 +87,7 @@ def validation_noise(model, n, rank=0, world_size=1):
 @torch.no_grad()
 def evaluate(model, data, beta, batch_size, device):
     """Means over the whole validation set, one code z ~ q(z|x) per x: metrics (a dict of floats);
-    and how often each position used each value: counts (B, V). Processes share every batch.
+    and how often each position used each value: counts (B, V). Processes share the work.
 
     beta_elbo   log_px - beta kl
     log_px      log p(x|z), nats
@@ -142,14 +136,7 @@ def evaluate(model, data, beta, batch_size, device):
 # pictures, all drawn with Pillow
 
 INK, GRID, PAPER = (40, 40, 40), (225, 225, 225), (255, 255, 255)
-COLOURS = (
-    (31, 90, 180),
-    (214, 84, 32),
-    (30, 140, 80),
-    (140, 60, 160),
-    (190, 150, 20),
-    (90, 90, 90),
-)
+COLOURS = ((31, 90, 180), (214, 84, 32), (30, 140, 80), (140, 60, 160), (190, 150, 20))
 
 
 def font(size=13):
@@ -171,23 +158,19 @@ def grid(images, columns, scale=2, gap=4):
 
 def draw_reconstructions(model, data, device, columns=16, pairs=4):
     """Validation images, each over the decoder's mean for one code drawn from the encoder."""
-    n = columns * pairs
+    columns = min(columns, len(data.x_val))
+    n = min(pairs, len(data.x_val) // columns) * columns
     x = data.x_val[:n].float().to(device)
     noise = validation_noise(model, len(data.x_val))[:n].to(device)
     mean = model.decode(model.encode(x, noise=noise)).mean
-    both = torch.stack(
-        [x.view(pairs, columns, *x.shape[1:]), mean.view(pairs, columns, *x.shape[1:])], 1
-    )
-    return grid(both.flatten(0, 2).squeeze(1), columns)
+    rows = zip(x.split(columns), mean.split(columns), strict=True)
+    return grid(torch.cat([image for row in rows for image in row]).squeeze(1), columns)
 
 
 def draw_samples(model, columns=16, rows=6):
     """Decoder means of codes drawn uniformly from the prior; the same codes every time."""
-    z = torch.randint(
-        model.encoder.vocab_size,
-        (rows * columns, model.encoder.n_tokens),
-        generator=torch.Generator().manual_seed(0),
-    )
+    shape, fixed = (rows * columns, model.encoder.n_tokens), torch.Generator().manual_seed(0)
+    z = torch.randint(model.encoder.vocab_size, shape, generator=fixed)
     return grid(model.decode(z.to(model.log_eta.device)).mean.squeeze(1), columns)
 
 
@@ -205,10 +188,8 @@ def draw_codes(counts, columns=4, cell=8):
         pen.text((left, top - 20), f"token {i + 1}: {used:.0%} used", INK, font())
         for v, c in enumerate(count):
             x, y = left + v % side * cell, top + v // side * cell
-            dark = c / count.max()
-            colour = tuple(
-                round(p + (q - p) * dark**0.5) for p, q in zip(PAPER, COLOURS[0], strict=True)
-            )
+            dark = (c / count.max()) ** 0.5
+            colour = tuple(round(255 + (blue - 255) * dark) for blue in COLOURS[0])
             pen.rectangle((x, y, x + cell - 1, y + cell - 1), fill=colour, outline=GRID)
     return page
 
@@ -217,86 +198,88 @@ def ticks(low, high, n=5):
     """About n round numbers between low and high."""
     step = 10 ** math.floor(math.log10((high - low) / n))
     step *= min((1, 2, 5, 10), key=lambda m: abs((high - low) / (step * m) - n))
-    return [
-        k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    ]
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [k * step for k in range(first, last + 1)]
 
 
-def draw_plot(title, series, size=(420, 300), log_y=False):
-    """Lines over steps: series is {label: [(step, value), ...]}. log_y: a logarithmic axis."""
+def draw_plot(title, lines, y_range=None, log_scale=False, size=(420, 300)):
+    """Lines over steps, each a list of (step, value); with log_scale, values are logarithms."""
     page = Image.new("RGB", size, PAPER)
     pen = ImageDraw.Draw(page)
-    pen.text(
-        (size[0] / 2, 16), title + (" (log scale)" if log_y else ""), INK, font(15), anchor="mm"
-    )
-    height = math.log10 if log_y else float
-    lines = {
-        label: [(x, height(y)) for x, y in points if math.isfinite(y) and (y > 0 or not log_y)]
-        for label, points in series.items()
-    }
-    everything = [point for points in lines.values() for point in points]
-    if not everything:
+    pen.text((size[0] / 2, 16), title, INK, font(15), anchor="mm")
+    points = [point for line in lines for point in line]
+    if not points:
         pen.text((size[0] / 2, size[1] / 2), "nothing logged", INK, font(), anchor="mm")
         return page
-    x_high = max(x for x, _ in everything)
-    y_low, y_high = min(y for _, y in everything), max(y for _, y in everything)
-    margin = 0.05 * (y_high - y_low) or 0.5
-    y_low, y_high = y_low - margin, y_high + margin
+    x_high = max(x for x, _ in points)
+    low, high = y_range or (min(y for _, y in points), max(y for _, y in points))
+    margin = 0.05 * (high - low) or 0.5
+    low, high = low - margin, high + margin
     left, top, right, bottom = 66, 32, size[0] - 16, size[1] - 44
-    place_x = lambda x: left + (right - left) * x / x_high  # noqa: E731
-    place_y = lambda y: bottom - (bottom - top) * (y - y_low) / (y_high - y_low)  # noqa: E731
-    for y in ticks(y_low, y_high):
-        pen.line((left, place_y(y), right, place_y(y)), GRID)
-        pen.text((left - 6, place_y(y)), f"{10**y if log_y else y:.4g}", INK, font(), anchor="rm")
-    for x in ticks(0, x_high, 4):
-        pen.line((place_x(x), top, place_x(x), bottom), GRID)
-        pen.text((place_x(x), bottom + 12), f"{x:,.0f}", INK, font(), anchor="mm")
+
+    def place(x, y):
+        return left + (right - left) * x / x_high, bottom - (bottom - top) * (y - low) / (
+            high - low
+        )
+
+    for value in ticks(low, high):
+        _, y = place(0, value)
+        pen.line((left, y, right, y), GRID)
+        label = 10**value if log_scale else value
+        pen.text((left - 6, y), f"{label:.4g}", INK, font(), anchor="rm")
+    for step in ticks(0, x_high, 4):
+        x, _ = place(step, low)
+        pen.line((x, top, x, bottom), GRID)
+        pen.text((x, bottom + 12), f"{step:,.0f}", INK, font(), anchor="mm")
     pen.text(((left + right) / 2, size[1] - 12), "step", INK, font(), anchor="mm")
     pen.rectangle((left, top, right, bottom), outline=INK)
-    for points, colour in zip(lines.values(), COLOURS * len(lines), strict=False):
-        pen.line([(place_x(x), place_y(y)) for x, y in points], colour, 2, joint="curve")
+    for i, line in enumerate(lines):
+        pen.line([place(*point) for point in line], COLOURS[i % len(COLOURS)], 2)
     return page
 
 
 def draw_curves(out_dirs):
     """Validation beta-ELBO, PSNR and KL, training ESS and eta over steps, of one or more runs."""
-    panels = (
-        ("validation beta-ELBO", "val", "beta_elbo", False),
-        ("validation PSNR (dB)", "val", "psnr", False),
-        ("validation KL (nats)", "val", "kl", False),
-        ("ESS / K", "train", "ess", False),
-        ("eta", "train", "eta", True),
+    panels = (  # title, where it is logged, and how the axis is cut
+        ("validation beta-ELBO", "val", "beta_elbo", {}),
+        ("validation PSNR (dB)", "val", "psnr", {}),
+        ("validation KL (nats)", "val", "kl", {}),
+        ("ESS / K", "train", "ess", {"y_range": (0, 1)}),
+        ("eta (log scale)", "train", "eta", {"log_scale": True}),
     )
-    logs = {run_name(out_dir): read_log(out_dir) for out_dir in out_dirs}
+    logs = [read_log(out_dir) for out_dir in out_dirs]
     page = Image.new("RGB", (3 * 420, 2 * 300), PAPER)
-    for i, (title, split, key, log_y) in enumerate(panels):
-        series = {
-            name: [(row["step"], row[key]) for row in rows if row["split"] == split and key in row]
-            for name, rows in logs.items()
-        }
-        page.paste(draw_plot(title, series, log_y=log_y), (i % 3 * 420, i // 3 * 300))
+    for i, (title, split, key, options) in enumerate(panels):
+        lines = [
+            [(row["step"], row[key]) for row in log if row["split"] == split and key in row]
+            for log in logs
+        ]
+        if options.get("log_scale"):
+            lines = [[(x, math.log10(y)) for x, y in line if y > 0] for line in lines]
+        page.paste(draw_plot(title, lines, **options), (i % 3 * 420, i // 3 * 300))
     pen = ImageDraw.Draw(page)
-    for i, (name, colour) in enumerate(zip(logs, COLOURS * len(logs), strict=False)):
+    for i, out_dir in enumerate(out_dirs):
         y = 340 + 24 * i
-        pen.line((880, y, 910, y), colour, 4)
-        pen.text((920, y), name, INK, font(), anchor="lm")
+        pen.line((880, y, 910, y), COLOURS[i % len(COLOURS)], 4)
+        pen.text((920, y), os.path.normpath(out_dir), INK, font(), anchor="lm")
     return page
 
 
 def read_log(out_dir):
-    try:
+    """The rows of log.jsonl, without a last line that was cut short."""
+    rows = []
+    if os.path.exists(os.path.join(out_dir, "log.jsonl")):
         with open(os.path.join(out_dir, "log.jsonl")) as file:
-            return [json.loads(line) for line in file if line.endswith("\n")]
-    except (OSError, ValueError):
-        return []
+            for line in file:
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:
+                    continue
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------
 # the report
-
-
-def run_name(out_dir):
-    return os.path.basename(os.path.normpath(out_dir))
 
 
 def report(out_dirs, checkpoint="best", data_dir="", device="cpu", batch_size=500, curves=""):
@@ -309,7 +292,7 @@ def report(out_dirs, checkpoint="best", data_dir="", device="cpu", batch_size=50
         metrics, counts = evaluate(model, data, config["beta_final"], batch_size, device)
         encoder_size, decoder_size = n_parameters(model)
         row = {
-            "run": run_name(out_dir),
+            "run": os.path.normpath(out_dir),
             "method": config["method"],
             "bits": config["n_tokens"] * math.log2(config["vocab_size"]),
             **metrics,
@@ -321,22 +304,23 @@ def report(out_dirs, checkpoint="best", data_dir="", device="cpu", batch_size=50
         with open(os.path.join(out_dir, "eval.json"), "w") as file:
             json.dump(row, file, indent=2)
         with torch.no_grad():
-            draw_reconstructions(model, data, device).save(
-                os.path.join(out_dir, "reconstructions.png")
-            )
-            draw_samples(model).save(os.path.join(out_dir, "samples.png"))
-        draw_codes(counts).save(os.path.join(out_dir, "codes.png"))
-        draw_curves([out_dir]).save(os.path.join(out_dir, "curves.png"))
+            pictures = {
+                "reconstructions": draw_reconstructions(model, data, device),
+                "samples": draw_samples(model),
+                "codes": draw_codes(counts),
+                "curves": draw_curves([out_dir]),
+            }
+        for name, picture in pictures.items():
+            picture.save(os.path.join(out_dir, f"{name}.png"))
         rows.append(row)
     print_table(rows)
-    if len(out_dirs) > 1:
-        curves = curves or os.path.join(
-            os.path.commonpath(map(os.path.abspath, out_dirs)), "curves.png"
-        )
-        draw_curves(out_dirs).save(curves)
-        print(f"curves of all runs: {os.path.relpath(curves)}")
     for out_dir in out_dirs:
         print(f"pictures: {out_dir}/reconstructions.png, samples.png, codes.png, curves.png")
+    if len(out_dirs) > 1:
+        common = os.path.commonpath([os.path.abspath(out_dir) for out_dir in out_dirs])
+        curves = curves or os.path.join(common, "curves.png")
+        draw_curves(out_dirs).save(curves)
+        print(f"curves of all runs: {os.path.relpath(curves)}")
     return rows
 
 

@@ -153,10 +153,12 @@ class CodeBlock(nn.Module):
 
 
 class PatchEncoder(nn.Module):
-    """Patches, linear embedding, positions, transformer blocks, LayerNorm: x -> (N, P, H)."""
+    """x -> (N, P, H): standardise, cut into patches, embed, transformer blocks, LayerNorm."""
 
     def __init__(self, x_shape, n_tokens, width, n_heads, n_layers, mlp_ratio):
         super().__init__()
+        self.register_buffer("x_mean", torch.tensor(0.0))
+        self.register_buffer("x_std", torch.tensor(1.0))
         self.patches = Patches(x_shape, n_tokens)
         self.embed = nn.Linear(self.patches.dim, width)
         self.register_buffer("positions", sinusoids(n_tokens, width), persistent=False)
@@ -164,10 +166,16 @@ class PatchEncoder(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x):
-        h = self.embed(self.patches(x)) + self.positions  # (N, P, H)
+        x = self.patches((x - self.x_mean) / self.x_std)  # (N, P, D)
+        h = self.embed(x) + self.positions  # (N, P, H)
         for block in self.blocks:
             h = block(h)
         return self.norm(h)
+
+    def standardise(self, x):
+        """Standardise inputs by these examples from now on; a checkpoint remembers it."""
+        self.x_mean.copy_(x.mean())
+        self.x_std.copy_(x.std())
 
 
 class AutoregressiveEncoder(nn.Module):
@@ -288,11 +296,15 @@ class MLPDecoder(nn.Module):
 
 
 def init_weights(module):
-    """LeCun-normal matrices and zero biases, embeddings of variance 1 / H."""
+    """LeCun-normal matrices, zero biases, standard-normal embeddings.
+
+    Small embeddings make all codes decode alike at first, and rewards that differ by nothing but
+    noise teach the encoder noise: with variance 1 / H a short MNIST run ended 10 nats lower.
+    """
     for m in module.modules():
         if isinstance(m, nn.Linear):
             nn.init.normal_(m.weight, std=m.in_features**-0.5)
             if m.bias is not None:
                 nn.init.zeros_(m.bias)
         elif isinstance(m, nn.Embedding):
-            nn.init.normal_(m.weight, std=m.embedding_dim**-0.5)
+            nn.init.normal_(m.weight)

@@ -64,7 +64,7 @@ beta_final = 0.01  # and at the last; exponential in between
 # optimisation
 max_steps = 1000  # optimizer steps; all schedules end here
 batch_size = 128  # N, over all processes together
-lr = 3e-3  # highest learning rate of AdamW
+lr = 6e-3  # highest learning rate of AdamW
 lr_schedule = "cosine"  # cosine: down to zero at the last step; constant
 warmup_steps = 50  # steps of linear warm-up
 weight_decay = 1e-4  # decoupled, on matrices and embeddings
@@ -183,6 +183,7 @@ except DataError as fault:
 # Model and optimizer. log_eta, if trained by gradient, has its own rate, no decay, no clipping.
 torch.manual_seed(seed)
 raw_model = build_model(settings, data.shape).to(device)
+raw_model.encoder.patch_encoder.standardise(data.x_train[:10_000].float())
 weights = [p for name, p in raw_model.named_parameters() if name != "log_eta"]
 optimizer = torch.optim.AdamW(
     [

@@ -4,7 +4,7 @@ python train.py config/mnist_daps.py config/short.py --out_dir=out/mnist_daps_sh
 """
 
 max_steps = 3000
-lr = 3e-3
+lr = 6e-3
 lr_schedule = "cosine"
 warmup_steps = 50
 aligned = True

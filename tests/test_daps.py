@@ -160,19 +160,45 @@ def test_the_mean_encoder_gradient_is_that_of_the_kl_to_the_target():
 
 
 def test_as_eta_grows_the_gradient_lines_up_with_mean_centred_reinforce():
+    reward, log_q = enumerated_problem()
+    beta, eta, K = 0.2, 1e4, 8
+    model = DAPS(Table(log_q), Lookup(reward), K, eta_update="gradient")
+    model.log_eta.data.fill_(math.log(eta))
     torch.manual_seed(0)
-    logits = torch.randn(4, 8, M, requires_grad=True)
-    z = torch.randint(M, (4, 8))
-    log_q = logits.log_softmax(-1).gather(-1, z.unsqueeze(-1)).squeeze(-1)  # (N, K)
-    reward, beta, eta = 5 * torch.randn(4, 8), 0.2, 1e3
-    w = log_weights(reward, log_q, eta, beta).exp()
-    # At uniform weights the gradient has mean zero: what the rewards add is the rest.
-    (ours,) = torch.autograd.grad(((w - 1 / 8) * log_q).sum(), logits, retain_graph=True)
-    advantage = reward - beta * log_q.detach()
+    model(torch.zeros(4, 1), beta)[0].backward()
+    ours = model.encoder.logits.grad
+
+    torch.manual_seed(0)
+    z, log_q = model.encoder(torch.zeros(4, 1), K)  # the same codes
+    advantage = (model.decoder.log_prob(None, z) - beta * log_q).detach()
     advantage = advantage - advantage.mean(dim=1, keepdim=True)
-    (reinforce,) = torch.autograd.grad((advantage * log_q).sum() / 8, logits)
-    assert torch.cosine_similarity(ours.flatten(), reinforce.flatten(), dim=0) > 0.999
-    torch.testing.assert_close(ours * (eta + beta), reinforce, atol=0.02, rtol=0)
+    loss = -(advantage * log_q).mean()
+    (reinforce,) = torch.autograd.grad(loss, model.encoder.logits)
+    assert torch.cosine_similarity(ours, reinforce, dim=0) > 0.999
+    torch.testing.assert_close(ours * (eta + beta), reinforce, atol=1e-2, rtol=1e-2)
+
+
+def test_taking_one_over_k_off_the_weights_keeps_the_mean_and_lowers_the_variance():
+    """By a factor of about 1 - ESS / K, since sum_k (w_k - 1/K)^2 = sum_k w_k^2 - 1/K."""
+    reward, log_q = enumerated_problem()
+    model = DAPS(Table(log_q), Lookup(reward), 8, ess_target=0.5)
+    torch.manual_seed(0)
+    plain, ours = [], []
+    for _ in range(2000):
+        torch.manual_seed(len(ours))
+        model.zero_grad()
+        loss, metrics = model(torch.zeros(4, 1), 0.1)
+        loss.backward()
+        ours.append(model.encoder.logits.grad.clone())
+        torch.manual_seed(len(plain))
+        z, sampled_log_q = model.encoder(torch.zeros(4, 1), 8)  # the same codes
+        w = log_weights(model.decoder.log_prob(None, z), sampled_log_q, metrics["eta"], 0.1).exp()
+        loss = -(w * sampled_log_q).sum(dim=1).mean()
+        plain.append(torch.autograd.grad(loss, model.encoder.logits)[0])
+    plain, ours = torch.stack(plain), torch.stack(ours)
+    error = (plain - ours).std(dim=0) / len(ours) ** 0.5
+    assert ((plain.mean(dim=0) - ours.mean(dim=0)).abs() < 4 * error + 1e-6).all()
+    assert ours.var(dim=0).sum() < 0.75 * plain.var(dim=0).sum()
 
 
 def test_the_decoder_gradient_is_that_of_the_mean_log_likelihood():

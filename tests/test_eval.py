@@ -101,7 +101,7 @@ def test_several_runs_make_one_table_and_one_plot(finished_run, tmp_path):
     curves = tmp_path / "both.png"
     output = succeed("eval.py", finished_run, other, f"--curves={curves}")
     header, first, second = output.splitlines()[:3]
-    assert "beta-ELBO" in header and first.startswith("run") and "daps_na" in second
+    assert "beta-ELBO" in header and str(finished_run) in first and "daps_na" in second
     assert Image.open(curves).size[0] > 1000
 
 
@@ -151,5 +151,5 @@ def test_build_model_follows_the_settings(finished_run):
 
 def test_ticks_are_round_numbers_inside_the_range():
     assert ticks(0, 1000, 4) == [0, 200, 400, 600, 800, 1000]
-    assert ticks(-110, -75) == pytest.approx([-110, -105, -100, -95, -90, -85, -80, -75])
+    assert ticks(-110, -75) == [-110, -100, -90, -80]
     assert all(0.31 <= t <= 0.36 for t in ticks(0.31, 0.36))
