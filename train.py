@@ -41,9 +41,7 @@ from eval import (
 # what
 method = "daps"  # daps: autoregressive encoder; daps_na: all tokens in one pass
 dataset = "glyphs"  # glyphs: drawn on the spot; mnist: found in data_dir or downloaded
-data_dir = os.environ.get(
-    "DAPS_DATA", "~/.cache/daps"
-)  # data sets live in folders of their name here
+data_dir = os.environ.get("DAPS_DATA", "~/.cache/daps")  # holds a folder per data set
 out_dir = "out/glyphs_daps"  # checkpoints, log and pictures go here
 resume = False  # go on from last.pt in out_dir
 overwrite = False  # replace the run that out_dir holds
@@ -54,7 +52,7 @@ width = 64  # H
 n_heads = 4  # attention heads
 n_layers = 1  # transformer blocks, per side where there are two (autoregressive)
 mlp_ratio = 4  # hidden width of a block's MLP over H
-aligned = True  # the query of token t also sees patch t (always so in one pass; not in the paper)
+aligned = True  # the query of token t also sees patch t (in one pass it always does)
 # the estimator
 n_samples = 8  # K, codes sampled per example
 ess_target = 0.33  # effective sample size of the K weights, over K
@@ -67,13 +65,11 @@ batch_size = 128  # N, over all processes together
 lr = 6e-3  # highest learning rate of AdamW
 lr_schedule = "cosine"  # cosine: down to zero at the last step; constant
 warmup_steps = 50  # steps of linear warm-up
-weight_decay = 1e-4  # decoupled, on matrices and embeddings
-grad_clip = (
-    1000.0  # largest gradient norm; the loss is a sum over pixels, so norms are large; 0: off
-)
+weight_decay = 1e-4  # decoupled, on all weights
+grad_clip = 1000.0  # largest norm of the gradient (of a sum over pixels, so large); 0: off
 max_skipped = 20  # stop after so many steps in a row with a non-finite gradient
 # log and evaluation
-eval_interval = 250  # steps between evaluations on the whole validation set; each saves last.pt
+eval_interval = 250  # steps between validations, each of which saves last.pt
 log_interval = 10  # steps between lines in log.jsonl
 wandb_log = False  # also log to Weights & Biases (pip install wandb)
 # machine

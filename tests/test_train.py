@@ -39,6 +39,10 @@ def log_lines(out_dir):
     return path.read_text().count("\n") if path.exists() else 0
 
 
+def log_rows(out_dir):
+    return [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+
+
 # what a run leaves behind
 
 
@@ -46,7 +50,7 @@ def test_a_run_leaves_checkpoints_a_log_and_pictures(finished_run):
     files = set(os.listdir(finished_run))
     pictures = {"reconstructions.png", "samples.png", "codes.png", "curves.png"}
     assert files == {"last.pt", "best.pt", "log.jsonl", "config.json", "eval.json"} | pictures
-    rows = [json.loads(line) for line in (finished_run / "log.jsonl").read_text().splitlines()]
+    rows = log_rows(finished_run)
     assert [r["step"] for r in rows if r["split"] == "train"] == list(range(1, 13))
     assert [r["step"] for r in rows if r["split"] == "val"] == [4, 8, 12]
     assert {"reward", "log_q", "kl", "ess", "eta", "beta", "lr", "loss"} < rows[0].keys()
@@ -55,11 +59,12 @@ def test_a_run_leaves_checkpoints_a_log_and_pictures(finished_run):
 
 
 def test_schedules_start_and_end_where_the_settings_say(finished_run):
-    rows = [json.loads(line) for line in (finished_run / "log.jsonl").read_text().splitlines()]
+    rows = log_rows(finished_run)
     rows = [row for row in rows if row["split"] == "train"]
     assert rows[0]["beta"] == pytest.approx(0.5) and rows[-1]["beta"] == pytest.approx(0.01)
     assert rows[5]["beta"] == pytest.approx(0.5 * (0.01 / 0.5) ** (5 / 11))
-    assert rows[0]["lr"] == pytest.approx(6e-3 / 2) and 0 < rows[-1]["lr"] < 1e-4
+    assert rows[0]["lr"] == pytest.approx(6e-3 / 2)  # the first of two steps of warm-up
+    assert rows[6]["lr"] == pytest.approx(6e-3 / 2)  # half-way down the cosine
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(finished_run, tmp_path):
@@ -74,9 +79,8 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(finished_run,
 def test_training_improves_the_validation_elbo(method, tmp_path):
     more = ("--max_steps=60", "--eval_interval=5", "--batch_size=32", f"--method={method}")
     succeed("train.py", *TINY, *more, f"--out_dir={tmp_path / 'run'}")
-    rows = map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())
-    elbo = [row["beta_elbo"] for row in rows if row["split"] == "val"]
-    assert elbo[-1] > elbo[0] + 100
+    elbo = [row["beta_elbo"] for row in log_rows(tmp_path / "run") if row["split"] == "val"]
+    assert elbo[-1] > elbo[0] + 40
 
 
 # interruptions
@@ -163,8 +167,7 @@ def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run(tmp_p
     done = run("train.py", *TINY, *extra, f"--out_dir={out_dir}")
     assert done.returncode == 2
     assert done.stderr.startswith("error: non-finite gradients in 5 steps")
-    rows = list(map(json.loads, (out_dir / "log.jsonl").read_text().splitlines()))
-    assert rows[-1]["skipped"] >= 4
+    assert log_rows(out_dir)[-1]["skipped"] >= 4
 
 
 # several processes
@@ -180,9 +183,7 @@ def test_two_processes_train_the_same_parameters_as_one(tmp_path, eta_update):
     one, two = (load_checkpoint(tmp_path / d / "last.pt") for d in ("one", "two"))
     for name, p in one["model"].items():
         torch.testing.assert_close(two["model"][name], p, atol=1e-5, rtol=0, msg=name)
-    logs = [(tmp_path / d / "log.jsonl").read_text().splitlines() for d in ("one", "two")]
-    for a, b in zip(*logs, strict=True):
-        a, b = json.loads(a), json.loads(b)
+    for a, b in zip(*(log_rows(tmp_path / d) for d in ("one", "two")), strict=True):
         assert a.pop("split") == b.pop("split")
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
 
@@ -201,17 +202,23 @@ def test_a_run_can_be_resumed_with_another_number_of_processes(finished_run, tmp
 # other ways to compute
 
 
-def test_bfloat16_and_compile_run_on_the_cpu_and_stay_close(finished_run, tmp_path):
-    """The same noise decides the codes, so a few steps stay close to float32, eager."""
-    rows = {}
-    for name in ("--dtype=bfloat16", "--use_compile=True"):
-        out_dir = tmp_path / name.strip("-")
-        succeed("train.py", *TINY, name, "--max_steps=12", f"--out_dir={out_dir}")
-        rows[name] = json.loads((out_dir / "log.jsonl").read_text().splitlines()[-1])
-    rows["float32"] = json.loads((finished_run / "log.jsonl").read_text().splitlines()[-1])
-    expected = rows.pop("float32")["log_px"]
-    assert rows["--dtype=bfloat16"]["log_px"] == pytest.approx(expected, rel=0.02)
-    assert rows["--use_compile=True"]["log_px"] == pytest.approx(expected, rel=0.002)
+def test_bfloat16_on_the_cpu_starts_out_close_to_float32(finished_run, tmp_path):
+    """The same noise decides the codes, so the first batch has nearly the same numbers."""
+    settings = (*TINY, "--max_steps=2", "--eval_interval=2", "--dtype=bfloat16")
+    succeed("train.py", *settings, f"--out_dir={tmp_path / 'run'}")
+    for a, b in zip(*(log_rows(d)[:1] for d in (tmp_path / "run", finished_run)), strict=True):
+        assert a["reward"] == pytest.approx(b["reward"], rel=0.01) and a["reward"] != b["reward"]
+        assert a["log_q"] == pytest.approx(b["log_q"], rel=0.01)
+        assert a["ess"] == pytest.approx(b["ess"], abs=1e-3)
+
+
+def test_a_compiled_run_on_the_cpu_equals_an_eager_one(tmp_path):
+    settings = (*TINY, "--n_tokens=2", "--max_steps=3", "--eval_interval=3")
+    succeed("train.py", *settings, f"--out_dir={tmp_path / 'eager'}")
+    succeed("train.py", *settings, "--use_compile=True", f"--out_dir={tmp_path / 'compiled'}")
+    eager, compiled = (load_checkpoint(tmp_path / d / "last.pt") for d in ("eager", "compiled"))
+    for name, p in eager["model"].items():
+        torch.testing.assert_close(compiled["model"][name], p, atol=1e-4, rtol=0, msg=name)
 
 
 # settings
