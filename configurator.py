@@ -94,7 +94,7 @@ def read_config(path):
 def describe(path, settings):
     """Every setting with its default and the comment beside it in the source."""
     with open(path, encoding="utf-8") as file:
-        comments = dict(re.findall(r"^(\w+) = .*?  # (.*)$", file.read(), re.MULTILINE))
+        comments = dict(re.findall(r"^ *(\w+) = .*?  # (.*)$", file.read(), re.MULTILINE))
     rows = [(f"{key} = {value!r}", comments.get(key, "")) for key, value in settings.items()]
     width = max(len(left) for left, _ in rows)
     return "\n".join(f"  {left:{width}}  {right}".rstrip() for left, right in rows)

@@ -38,10 +38,10 @@ def log_weights(reward, log_q, eta, beta):
     # eq. (5): q* ~ exp((A + eta log q) / (eta + beta)) = q exp((A - beta log q) / (eta + beta)).
     # The codes were drawn from q, so q*/q is all that is left. The paper's A is the reward minus a
     # log-sum-exp over the K rewards. That is constant per x and cancels when we normalise over K,
-    # as the uniform prior does; we subtract the best score instead, which cancels as well and
-    # keeps small differences between large rewards exact.
-    score = reward.detach().float() - beta * log_q.detach().float()
-    score = score - score.amax(dim=1, keepdim=True)
+    # as the uniform prior does. We subtract the best reward instead, which cancels as well: it
+    # keeps the small differences between large rewards from being rounded away.
+    reward, log_q = reward.detach().float(), log_q.detach().float()
+    score = reward - reward.amax(dim=1, keepdim=True) - beta * log_q
     return (score / (eta + beta)).log_softmax(dim=1)
 
 
@@ -89,14 +89,17 @@ class DAPS(nn.Module):
     and, for what is not training, encoder.n_tokens -> B, encoder.kl(x, z) -> (N,), and decoder(z)
     -> a distribution over x. Other keywords given to forward() and encode() go to the encoder.
 
+    Where torch.distributed is in use, all processes must call forward() together and with the
+    same N: eta and ess are those of the whole batch, the other metrics those of this process.
+
     eta_update  "solve": exact on every batch. "gradient": the paper's, a gradient step on
                 (ESS ratio - target)^2 by the parameter log_eta; give it lr 1e-3 and no decay.
     """
 
     def __init__(self, encoder, decoder, n_samples=8, ess_target=0.33, eta_update="solve"):
         super().__init__()
-        if n_samples < 1:
-            raise ValueError(f"n_samples is {n_samples}, must be at least 1")
+        if n_samples < 2:
+            raise ValueError(f"n_samples is {n_samples}, must be at least 2: codes are compared")
         if not 0 < ess_target <= 1:
             raise ValueError(f"ess_target is {ess_target}, must be in (0, 1]")
         if eta_update not in ("solve", "gradient"):

@@ -23,8 +23,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from tqdm import tqdm
 
+DATA_DIR = os.environ.get("DAPS_DATA", "~/.cache/daps")
 
-class DataError(Exception):
+
+class DataError(ValueError):
     """Something is wrong with a data set; the message is one line that says what to do."""
 
 
@@ -54,7 +56,7 @@ class Dataset:
 
 
 @functools.lru_cache(maxsize=1)
-def load_dataset(name, data_dir="~/.cache/daps"):
+def load_dataset(name, data_dir=DATA_DIR):
     if name not in DATASETS:
         raise DataError(f'dataset is "{name}", must be one of: {", ".join(DATASETS)}')
     return DATASETS[name](os.path.expanduser(data_dir))
@@ -85,12 +87,14 @@ def train_indices(n, seed, step, batch_size):
     )
 
 
-def uniform_noise(stream, seed, step, batch_size, shape, rank=0, world_size=1, device="cpu"):
-    """This rank's share of the noise (batch_size, *shape) of a batch, uniform in [0, 1)."""
+def uniform_noise(stream, seed, step, batch_size, shape, rank=0, world_size=1):
+    """This rank's share of the noise (batch_size, *shape) of a batch, uniform in [0, 1).
+
+    It is drawn on the CPU: a GPU would draw other numbers from the same seed.
+    """
     state = np.random.SeedSequence([seed, stream, step]).generate_state(1, np.uint64)[0]
-    generator = torch.Generator(device).manual_seed(int(state >> np.uint64(1)))
-    noise = torch.rand(batch_size, *shape, generator=generator, device=device)
-    return noise[share(batch_size, rank, world_size)]
+    generator = torch.Generator().manual_seed(int(state >> np.uint64(1)))
+    return torch.rand(batch_size, *shape, generator=generator)[share(batch_size, rank, world_size)]
 
 
 # ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from configurator import configure, die
 from daps import DAPS
-from data import VAL_NOISE, DataError, load_dataset, uniform_noise
+from data import VAL_NOISE, load_dataset, uniform_noise
 from models import AutoregressiveEncoder, MLPDecoder, OnePassEncoder
 
 METHODS = ("daps", "daps_na")
@@ -67,7 +67,16 @@ def load(out_dir, checkpoint="best", device="cpu"):
     except (KeyError, RuntimeError, TypeError, ValueError):
         raise ValueError(f"{path}: settings and parameters do not fit this version") from None
     model.config = state["config"] | {key: state[key] for key in ("step", "seconds")}
-    return model.to(device).eval()
+    return model.to(device).eval().requires_grad_(False)
+
+
+def check_device(device):
+    """ValueError, in one line, if this machine has no such device."""
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as fault:
+        reason = str(fault).splitlines()[0]
+        raise ValueError(f"device is {device!r}, which cannot be used here ({reason})") from None
 
 
 def n_parameters(model):
@@ -202,6 +211,14 @@ def ticks(low, high, n=5):
     return [k * step for k in range(first, last + 1)]
 
 
+def log_ticks(low, high):
+    """log10 of 1, 2, 5, 10, 20, ... between low and high, or of powers of ten if these are many."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    digits = (1, 2, 5) if high - low < 3 else (1,)
+    values = [k + math.log10(digit) for k in powers for digit in digits]
+    return [value for value in values if low <= value <= high]
+
+
 def draw_plot(title, lines, y_range=None, log_scale=False, size=(420, 300)):
     """Lines over steps, each a list of (step, value); with log_scale, values are logarithms."""
     page = Image.new("RGB", size, PAPER)
@@ -213,16 +230,18 @@ def draw_plot(title, lines, y_range=None, log_scale=False, size=(420, 300)):
         return page
     x_high = max(x for x, _ in points)
     low, high = y_range or (min(y for _, y in points), max(y for _, y in points))
+    if log_scale:
+        low, high = math.floor(low), math.floor(high) + 1  # whole decades
     margin = 0.05 * (high - low) or 0.5
     low, high = low - margin, high + margin
-    left, top, right, bottom = 66, 32, size[0] - 16, size[1] - 44
+    left, top, right, bottom = 66, 32, size[0] - 26, size[1] - 44
 
     def place(x, y):
         return left + (right - left) * x / x_high, bottom - (bottom - top) * (y - low) / (
             high - low
         )
 
-    for value in ticks(low, high):
+    for value in log_ticks(low, high) if log_scale else ticks(low, high):
         _, y = place(0, value)
         pen.line((left, y, right, y), GRID)
         label = 10**value if log_scale else value
@@ -234,7 +253,10 @@ def draw_plot(title, lines, y_range=None, log_scale=False, size=(420, 300)):
     pen.text(((left + right) / 2, size[1] - 12), "step", INK, font(), anchor="mm")
     pen.rectangle((left, top, right, bottom), outline=INK)
     for i, line in enumerate(lines):
-        pen.line([place(*point) for point in line], COLOURS[i % len(COLOURS)], 2)
+        colour = COLOURS[i % len(COLOURS)]
+        pen.line([place(*point) for point in line], colour, 2)
+        for point in line[-1:]:
+            pen.circle(place(*point), 3, colour)
     return page
 
 
@@ -251,7 +273,11 @@ def draw_curves(out_dirs):
     page = Image.new("RGB", (3 * 420, 2 * 300), PAPER)
     for i, (title, split, key, options) in enumerate(panels):
         lines = [
-            [(row["step"], row[key]) for row in log if row["split"] == split and key in row]
+            [
+                (row["step"], row[key])
+                for row in log
+                if row["split"] == split and row.get(key) is not None
+            ]
             for log in logs
         ]
         if options.get("log_scale"):
@@ -282,7 +308,9 @@ def read_log(out_dir):
 # the report
 
 
-def report(out_dirs, checkpoint="best", data_dir="", device="cpu", batch_size=500, curves=""):
+def report(
+    out_dirs, checkpoint="best", data_dir="", device="cpu", batch_size=500, curves="out/curves.png"
+):
     """Evaluate runs, write eval.json and pictures into each folder, print one table of all."""
     rows = []
     for out_dir in out_dirs:
@@ -317,10 +345,9 @@ def report(out_dirs, checkpoint="best", data_dir="", device="cpu", batch_size=50
     for out_dir in out_dirs:
         print(f"pictures: {out_dir}/reconstructions.png, samples.png, codes.png, curves.png")
     if len(out_dirs) > 1:
-        common = os.path.commonpath([os.path.abspath(out_dir) for out_dir in out_dirs])
-        curves = curves or os.path.join(common, "curves.png")
+        os.makedirs(os.path.dirname(curves) or ".", exist_ok=True)
         draw_curves(out_dirs).save(curves)
-        print(f"curves of all runs: {os.path.relpath(curves)}")
+        print(f"curves of all runs: {curves}")
     return rows
 
 
@@ -357,16 +384,17 @@ def print_table(rows):
 if __name__ == "__main__":
     checkpoint = "best"  # best: highest validation beta-ELBO, as the paper reports; last
     data_dir = ""  # where the data sets are; empty: where the run found them
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
     batch_size = 500  # examples at a time
-    curves = (
-        ""  # where to draw the curves of several runs; empty: curves.png in their common folder
-    )
+    curves = "out/curves.png"  # the curves of several runs in one picture
 
     settings, out_dirs = configure(globals(), sys.argv[1:])
     if not out_dirs:
         die("name at least one run: python eval.py out/glyphs_daps (--help lists the settings)")
+    if batch_size < 1:
+        die(f"batch_size is {batch_size}, must be at least 1")
     try:
+        check_device(device)
         report(out_dirs, **settings)
-    except (ValueError, DataError) as fault:
+    except (ValueError, OSError) as fault:
         die(fault)

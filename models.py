@@ -27,7 +27,8 @@ def draw(logits, u):
     """
     cdf = logits.float().softmax(dim=-1).cumsum(dim=-1)  # (..., V)
     # Rounding leaves the last entry near 1, not at 1. Scaled by it, u never points past the end,
-    # and the first entry above u belongs to a token of non-zero probability.
+    # and the first entry above u belongs to a token of non-zero probability. The clamp is for
+    # logits that are not finite: they shall give a token, if a meaningless one, and no crash.
     return torch.searchsorted(cdf, u * cdf[..., -1:], right=True).clamp_max(logits.size(-1) - 1)
 
 
@@ -290,9 +291,8 @@ class MLPDecoder(nn.Module):
 
     def forward(self, z):
         logits = self.logits(z).unflatten(-1, self.x_shape)
-        return torch.distributions.Independent(
-            torch.distributions.Bernoulli(logits=logits), len(self.x_shape)
-        )
+        pixels = torch.distributions.Bernoulli(logits=logits, validate_args=False)
+        return torch.distributions.Independent(pixels, len(self.x_shape), validate_args=False)
 
 
 def init_weights(module, embedding_std):

@@ -24,10 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from configurator import configure, die
-from data import DATASETS, TRAIN_NOISE, DataError, load_dataset, uniform_noise
+from data import DATA_DIR, DATASETS, TRAIN_NOISE, DataError, load_dataset, uniform_noise
 from eval import (
     METHODS,
     build_model,
+    check_device,
     evaluate,
     load_checkpoint,
     n_parameters,
@@ -41,7 +42,7 @@ from eval import (
 # what
 method = "daps"  # daps: autoregressive encoder; daps_na: all tokens in one pass
 dataset = "glyphs"  # glyphs: drawn on the spot; mnist: found in data_dir or downloaded
-data_dir = os.environ.get("DAPS_DATA", "~/.cache/daps")  # holds a folder per data set
+data_dir = DATA_DIR  # holds a folder per data set
 out_dir = "out/glyphs_daps"  # checkpoints, log and pictures go here
 resume = False  # go on from last.pt in out_dir
 overwrite = False  # replace the run that out_dir holds
@@ -60,7 +61,7 @@ eta_update = "solve"  # solve: exact on every batch; gradient: the paper's step 
 beta_init = 0.5  # weight of the KL to the prior at the first step
 beta_final = 0.01  # and at the last; exponential in between
 # optimisation
-max_steps = 1000  # optimizer steps; all schedules end here
+max_steps = 2000  # optimizer steps; all schedules end here
 batch_size = 128  # N, over all processes together
 lr = 6e-3  # highest learning rate of AdamW
 lr_schedule = "cosine"  # cosine: down to zero at the last step; constant
@@ -96,7 +97,7 @@ for key, fine, wanted in (
     ),
     ("n_layers", n_layers >= 1, "at least 1"),
     ("mlp_ratio", mlp_ratio >= 1, "at least 1"),
-    ("n_samples", n_samples >= 1, "at least 1"),
+    ("n_samples", n_samples >= 2, "at least 2: codes are compared"),
     ("ess_target", 0 < ess_target <= 1, "in (0, 1]"),
     ("eta_update", eta_update in ("solve", "gradient"), "solve or gradient"),
     ("beta_final", beta_final >= 0, "zero or more"),
@@ -119,19 +120,24 @@ for key, fine, wanted in (
     ("log_interval", log_interval >= 1, "at least 1"),
     ("seed", seed >= 0, "zero or more"),
     ("dtype", dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
-    ("overwrite", not (resume and overwrite), "False to resume"),
 ):
     if not fine:
         die(f"{key} is {settings[key]!r}, must be {wanted}")
+if wandb_log:
+    try:
+        import wandb
+    except ImportError:
+        die("wandb_log is True, but wandb is not installed: pip install wandb")
 
 # ---------------------------------------------------------------------------------------------
 # Where to write. A folder that holds a run is only touched to resume it, or if told to overwrite.
 chief = rank == 0  # the process that prints and writes
 names = ("last.pt", "best.pt", "log.jsonl", "config.json")
+out_dir = os.path.expanduser(out_dir)
 last_path, best_path, log_path, config_path = paths = [os.path.join(out_dir, n) for n in names]
 if chief:
     if any(map(os.path.exists, paths)) and not (resume or overwrite):
-        die(f"out_dir {out_dir} holds a run: resume it by --resume=True or --overwrite=True it")
+        die(f"out_dir {out_dir} holds a run: add --resume=True or --overwrite=True")
     try:
         os.makedirs(out_dir, exist_ok=True)
         tempfile.TemporaryFile(dir=out_dir).close()
@@ -142,10 +148,10 @@ if chief:
 if device == "cuda" and world_size > 1:
     device = f"cuda:{os.environ['LOCAL_RANK']}"
 try:
-    device_type = torch.device(device).type
-    torch.zeros(1, device=device)
-except (RuntimeError, AssertionError) as fault:
-    die(f"device is {device!r}, which cannot be used here ({str(fault).splitlines()[0]})")
+    check_device(device)
+except ValueError as fault:
+    die(fault)
+device_type = torch.device(device).type
 if device_type == "cuda":
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
@@ -157,18 +163,22 @@ autocast = torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bfloat1
 # a new max_steps stretches the schedules).
 may_differ = "out_dir data_dir resume overwrite max_steps eval_interval log_interval wandb_log"
 may_differ = set(may_differ.split()) | {"device", "dtype", "use_compile"}
-checkpoint = None
-if resume and os.path.exists(last_path):
-    try:
+checkpoint, config_then = None, settings
+try:
+    if resume and os.path.exists(last_path):
         checkpoint = load_checkpoint(last_path)
-    except ValueError as fault:
-        die(fault)
-    for key in settings.keys() - may_differ:
-        then, now = checkpoint["config"].get(key), settings[key]
-        if then != now:
-            die(f"resume: {key} is {now!r}, but the run in {out_dir} has {then!r}; set it to that")
-    if checkpoint["step"] > max_steps:
-        die(f"resume: {out_dir} is at step {checkpoint['step']}, past max_steps = {max_steps}")
+        config_then = checkpoint["config"]
+    elif resume and os.path.exists(config_path) and not overwrite:
+        with open(config_path) as file:  # killed before the first checkpoint
+            config_then = json.load(file)
+except ValueError as fault:
+    die(f"resume: {fault}")
+for key in settings:
+    then, now = config_then.get(key, "not set"), settings[key]
+    if key not in may_differ and then != now:
+        die(f"resume: {key} is {now!r}, but the run in {out_dir} has {then!r}; it must stay so")
+if checkpoint and checkpoint["step"] > max_steps:
+    die(f"resume: {out_dir} is at step {checkpoint['step']}, past max_steps = {max_steps}")
 
 try:
     data = load_dataset(dataset, data_dir)
@@ -191,9 +201,18 @@ optimizer = torch.optim.AdamW(
 )
 progress = {"step": 0, "best": -math.inf, "skipped": 0, "seconds": 0.0}
 if checkpoint:
-    raw_model.load_state_dict(checkpoint["model"])
-    optimizer.load_state_dict(checkpoint["optimizer"])
+    try:
+        raw_model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    except (RuntimeError, ValueError, KeyError):
+        die(f"resume: {last_path} was written by another version and does not fit this one")
     progress = {key: checkpoint[key] for key in progress}
+if world_size > 1:  # processes that start from different places would train nonsense
+    views = [None] * world_size
+    view = {k: v for k, v in settings.items() if not k.endswith("_dir")} | progress
+    dist.all_gather_object(views, view)
+    if any(view != views[0] for view in views):
+        die("the processes disagree on their settings or on the checkpoint in out_dir")
 if use_compile:
     raw_model.compile()
 model = DistributedDataParallel(raw_model) if world_size > 1 else raw_model
@@ -232,7 +251,7 @@ def save(path):
 
 def log(split, values):
     """One line in log.jsonl: step, "train" or "val", and numbers, none of which depends on time."""
-    values = {key: float(value) for key, value in values.items()}
+    values = {key: value if math.isfinite(value) else None for key, value in values.items()}
     line = json.dumps({"step": progress["step"], "split": split} | values)
     print(line, file=log_file, flush=True)
     if wandb_log:
@@ -253,10 +272,6 @@ if chief:
     write(config_path, json.dumps(settings, indent=2) + "\n")
     log_file = open(log_path, "a")  # noqa: SIM115 (open until the program ends)
     if wandb_log:
-        try:
-            import wandb
-        except ImportError:
-            die("wandb_log is True, but wandb is not installed: pip install wandb")
         wandb.init(project="daps", name=out_dir, config=settings)
     sizes = "encoder {:,}, decoder {:,}".format(*n_parameters(raw_model))
     bits = n_tokens * math.log2(vocab_size)
@@ -268,10 +283,17 @@ if chief:
         print(f"resumed {where}")
 
 # ---------------------------------------------------------------------------------------------
-# The loop. Ctrl-C and SIGTERM end it after the current step, with a checkpoint.
+# The loop. Ctrl-C and SIGTERM end it after the current step, with a checkpoint; twice, at once.
 caught = []
+
+
+def catch(number, frame):
+    caught.append(number)
+    signal.signal(number, signal.SIG_DFL)
+
+
 for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: caught.append(number))
+    signal.signal(number, catch)
 place = dict(rank=rank, world_size=world_size)
 step, bad_in_a_row, started = progress["step"], 0, time.perf_counter()
 bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None if chief else True)
@@ -279,10 +301,9 @@ while step < max_steps:
     beta, rate = schedule(step)
     optimizer.param_groups[0]["lr"] = rate
     x = data.train_batch(seed, step, batch_size, **place).to(device)  # (N, *shape)
-    noise = (n_samples, n_tokens)
-    noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, noise, **place, device=device)
+    noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, (n_samples, n_tokens), **place)
     with autocast:
-        loss, metrics = model(x, torch.tensor(beta, device=device), noise=noise)
+        loss, metrics = model(x, torch.tensor(beta, device=device), noise=noise.to(device))
     loss.backward()  # DDP averages the gradients here
     grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf).item()
     if math.isfinite(grad_norm):
@@ -317,8 +338,7 @@ while step < max_steps:
     if evaluating or stop:
         progress["seconds"] += time.perf_counter() - started
         if evaluating:
-            with autocast:
-                val, _ = evaluate(raw_model, data, beta_final, batch_size, device)
+            val, _ = evaluate(raw_model, data, beta_final, batch_size, device)
             if chief:
                 log("val", val)
                 bar.write(
@@ -340,5 +360,11 @@ while step < max_steps:
 bar.close()
 if world_size > 1:
     dist.destroy_process_group()
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
 if chief:
-    report([out_dir], device=device)
+    try:
+        best_or_last = "best" if os.path.exists(best_path) else "last"
+        report([out_dir], best_or_last, data_dir, device)
+    except (ValueError, OSError) as fault:
+        die(fault)

@@ -1,4 +1,4 @@
-"""MNIST in 64 bits: one-pass DAPS (DAPS-NA) with the paper's settings.
+"""MNIST in 64 bits: one-pass DAPS (DAPS-NA) with the paper's sizes, steps and schedules.
 
     python train.py config/mnist_daps_na.py
 

@@ -4,13 +4,14 @@ import json
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY, run, succeed
 from PIL import Image
 
 from data import Dataset, load_dataset
-from eval import build_model, evaluate, load, load_checkpoint, ticks
+from eval import build_model, evaluate, load, load_checkpoint, log_ticks, ticks
 
 X_SHAPE = (1, 28, 28)
 
@@ -88,8 +89,8 @@ def test_a_loaded_model_encodes_decodes_and_samples(finished_run):
 def test_pictures_show_what_they_should(finished_run):
     x = load_dataset("glyphs").x_val
     picture = Image.open(finished_run / "reconstructions.png")
-    corner = torch.tensor(list(picture.crop((4, 4, 60, 60)).get_flattened_data())).view(56, 56)
-    assert torch.equal(corner[::2, ::2] // 255, x[0, 0].long())  # the first input, twice as large
+    corner = torch.from_numpy(np.array(picture.crop((4, 4, 60, 60))))  # (56, 56)
+    assert torch.equal(corner[::2, ::2] // 255, x[0, 0])  # the first input, twice as large
     for name in ("samples.png", "codes.png", "curves.png"):
         colours = Image.open(finished_run / name).convert("L").getextrema()
         assert colours[1] - colours[0] > 100  # not blank
@@ -105,6 +106,10 @@ def test_several_runs_make_one_table_and_one_plot(finished_run, tmp_path):
     assert Image.open(curves).size[0] > 1000
 
 
+def test_a_loaded_model_gives_arrays_without_further_ado(finished_run):
+    assert load(finished_run).sample(2).mean.numpy().shape == (2, *X_SHAPE)
+
+
 def test_the_same_checkpoint_gives_the_same_numbers_twice(finished_run):
     before = (finished_run / "eval.json").read_text()
     succeed("eval.py", finished_run, "--batch_size=500")
@@ -117,10 +122,14 @@ def test_the_same_checkpoint_gives_the_same_numbers_twice(finished_run):
         ((), "name at least one run"),
         (("nowhere",), "nowhere/best.pt does not exist"),
         (("nowhere", "--checkpoints=last"), "did you mean checkpoint"),
+        (("nowhere", "--device=cuba"), "cuba"),
+        (("nowhere", "--batch_size=0"), "batch_size"),
+        (("RUN", "RUN", "--curves=/dev/null/x.png"), "/dev/null"),
+        (("RUN", "--data_dir=nowhere", "--checkpoint=worst"), "worst.pt does not exist"),
     ],
 )
-def test_a_bad_call_is_refused_in_one_line(arguments, match):
-    done = run("eval.py", *arguments)
+def test_a_bad_call_is_refused_in_one_line(arguments, match, finished_run):
+    done = run("eval.py", *(finished_run if word == "RUN" else word for word in arguments))
     assert done.returncode == 2 and match in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -153,3 +162,5 @@ def test_ticks_are_round_numbers_inside_the_range():
     assert ticks(0, 1000, 4) == [0, 200, 400, 600, 800, 1000]
     assert ticks(-110, -75) == [-110, -100, -90, -80]
     assert all(0.31 <= t <= 0.36 for t in ticks(0.31, 0.36))
+    assert [round(10**t, 6) for t in log_ticks(0.1, 1.1)] == [2, 5, 10]
+    assert [round(10**t, 6) for t in log_ticks(-3.5, 1.5)] == [0.001, 0.01, 0.1, 1, 10]

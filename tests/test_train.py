@@ -122,6 +122,7 @@ def test_sigterm_saves_and_says_how_to_go_on(finished_run, tmp_path):
     assert same(ours["model"], theirs["model"]) and same(ours["optimizer"], theirs["optimizer"])
 
 
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 FAULTY_SAVE = """
 import io, os, runpy, signal, sys, torch
 torch_save, calls = torch.save, []
@@ -143,7 +144,7 @@ runpy.run_path("train.py", run_name="__main__")
 @pytest.mark.parametrize(
     "fault, ends_with, message",
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        (KILL, -signal.SIGKILL, ""),
         ("raise OSError(28, 'No space left on device')", 2, "last.pt could not be written"),
     ],
     ids=("crash", "disk full"),
@@ -163,11 +164,13 @@ def test_a_checkpoint_cut_short_never_replaces_a_good_one(
 
 def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run(tmp_path):
     out_dir = tmp_path / "run"
-    extra = ("--lr=1e30", "--max_skipped=5", "--max_steps=100", "--eval_interval=100")
+    extra = ("--lr=1e30", "--max_skipped=5", "--max_steps=100")
     done = run("train.py", *TINY, *extra, f"--out_dir={out_dir}")
     assert done.returncode == 2
     assert done.stderr.startswith("error: non-finite gradients in 5 steps")
-    assert log_rows(out_dir)[-1]["skipped"] >= 4
+    rows = log_rows(out_dir)
+    assert rows[-1]["skipped"] >= 4 and "NaN" not in (out_dir / "log.jsonl").read_text()
+    succeed("eval.py", out_dir, "--checkpoint=last")  # can be looked at
 
 
 # several processes
@@ -188,15 +191,29 @@ def test_two_processes_train_the_same_parameters_as_one(tmp_path, eta_update):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
 
 
-def test_a_run_can_be_resumed_with_another_number_of_processes(finished_run, tmp_path):
-    out_dir = tmp_path / "run"
-    succeed("train.py", *TINY, f"--out_dir={out_dir}", "--max_steps=4")
-    checkpoint = load_checkpoint(out_dir / "last.pt")
-    assert checkpoint["step"] == 4
+def test_a_run_can_be_resumed_with_another_number_of_processes(tmp_path):
+    settings = (*TINY, "--max_steps=6", "--eval_interval=3", "--lr=1e-3")
+    command = ("train.py", *settings, f"--out_dir={tmp_path / 'two'}")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    output = succeed(*torchrun, "train.py", *TINY, f"--out_dir={out_dir}", "--resume=True")
-    assert "resumed at step 4" in output
-    assert load_checkpoint(out_dir / "last.pt")["step"] == 12
+    succeed("train.py", *settings, f"--out_dir={tmp_path / 'one'}")
+    done = run("-c", FAULTY_SAVE.replace("FAULT", KILL), *command)  # dies in its fourth save
+    assert done.returncode == -signal.SIGKILL
+    assert "resumed at step 3" in succeed(*torchrun, *command, "--resume=True")
+    one, two = (load_checkpoint(tmp_path / d / "last.pt") for d in ("one", "two"))
+    assert two["step"] == 6
+    for name, p in one["model"].items():
+        torch.testing.assert_close(two["model"][name], p, atol=1e-5, rtol=0, msg=name)
+
+
+def test_compiled_processes_share_a_batch(tmp_path):
+    settings = (*TINY, "--n_tokens=2", "--max_steps=2", "--eval_interval=2", "--method=daps_na")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    succeed("train.py", *settings, f"--out_dir={tmp_path / 'one'}")
+    compiled = ("train.py", *settings, "--use_compile=True", f"--out_dir={tmp_path / 'two'}")
+    succeed(*torchrun, *compiled)
+    one, two = (load_checkpoint(tmp_path / d / "last.pt") for d in ("one", "two"))
+    for name, p in one["model"].items():
+        torch.testing.assert_close(two["model"][name], p, atol=1e-4, rtol=0, msg=name)
 
 
 # other ways to compute
@@ -209,6 +226,7 @@ def test_bfloat16_on_the_cpu_starts_out_close_to_float32(finished_run, tmp_path)
     for a, b in zip(*(log_rows(d)[:1] for d in (tmp_path / "run", finished_run)), strict=True):
         assert a["reward"] == pytest.approx(b["reward"], rel=0.01) and a["reward"] != b["reward"]
         assert a["log_q"] == pytest.approx(b["log_q"], rel=0.01)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0.1)
         assert a["ess"] == pytest.approx(b["ess"], abs=1e-3)
 
 
@@ -237,6 +255,7 @@ BAD_SETTINGS = {
     "--datset=mnist": ("datset", "dataset"),
     "--dataset=minst": ("minst", "glyphs, mnist"),
     "--method=dabs": ("dabs", "daps, daps_na"),
+    "--n_samples=1": ("n_samples", "at least 2"),
     "--beta_final=-0.1": ("beta_final", "-0.1"),
     "--beta_init=0.0": ("beta_init", "positive"),
     "--ess_target=0.0": ("ess_target", "(0, 1]"),
@@ -298,6 +317,25 @@ def test_a_resume_with_other_settings_is_refused_and_loses_nothing(finished_run,
     assert after == before
 
 
+def test_a_resume_before_the_first_checkpoint_starts_over_but_not_as_another_run(tmp_path):
+    command = ("train.py", *TINY, f"--out_dir={tmp_path / 'run'}")
+    succeed(*command, "--max_steps=1")
+    os.remove(tmp_path / "run" / "last.pt")
+    before = (tmp_path / "run" / "log.jsonl").read_bytes()
+    refuse(*command[1:], "--resume=True", "--method=daps_na", match=("method", "daps"))
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+    assert "at the start" in succeed(*command, "--resume=True", "--max_steps=1")
+
+
+def test_a_missing_wandb_is_refused_before_anything_is_overwritten(finished_run):
+    without = "import runpy, sys; sys.modules['wandb'] = None; sys.argv = sys.argv[1:]; "
+    without += "runpy.run_path('train.py', run_name='__main__')"
+    arguments = ("train.py", *TINY, f"--out_dir={finished_run}", "--overwrite=True")
+    done = run("-c", without, *arguments, "--wandb_log=True")
+    assert done.returncode == 2 and "pip install wandb" in done.stderr
+    assert (finished_run / "last.pt").exists() and log_lines(finished_run) == 15
+
+
 @pytest.mark.parametrize("content", (b"", b"not a checkpoint", "cut"))
 def test_a_resume_from_a_damaged_checkpoint_is_refused(finished_run, tmp_path, content):
     if content == "cut":
@@ -328,11 +366,12 @@ def test_a_download_without_network_is_refused_with_advice(tmp_path):
     assert not os.listdir(tmp_path / "mnist")
 
 
-def test_help_lists_every_setting_with_default_and_comment():
-    output = succeed("train.py", "--help")
-    assert "max_steps = " in output and "optimizer steps" in output
+@pytest.mark.parametrize("script, at_least", [("train.py", 30), ("eval.py", 5)])
+def test_help_lists_every_setting_with_default_and_comment(script, at_least):
+    output = succeed(script, "--help")
+    assert "device = 'c" in output
     settings = output[output.index("Settings:") :].splitlines()[1:]
-    assert len(settings) > 30
+    assert len(settings) >= at_least
     assert all("  " in line.strip() for line in settings)  # each has its comment
 
 
