@@ -205,17 +205,6 @@ def test_a_run_can_be_resumed_with_another_number_of_processes(tmp_path):
         torch.testing.assert_close(two["model"][name], p, atol=1e-5, rtol=0, msg=name)
 
 
-def test_compiled_processes_share_a_batch(tmp_path):
-    settings = (*TINY, "--n_tokens=2", "--max_steps=2", "--eval_interval=2", "--method=daps_na")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    succeed("train.py", *settings, f"--out_dir={tmp_path / 'one'}")
-    compiled = ("train.py", *settings, "--use_compile=True", f"--out_dir={tmp_path / 'two'}")
-    succeed(*torchrun, *compiled)
-    one, two = (load_checkpoint(tmp_path / d / "last.pt") for d in ("one", "two"))
-    for name, p in one["model"].items():
-        torch.testing.assert_close(two["model"][name], p, atol=1e-4, rtol=0, msg=name)
-
-
 # other ways to compute
 
 
@@ -230,13 +219,17 @@ def test_bfloat16_on_the_cpu_starts_out_close_to_float32(finished_run, tmp_path)
         assert a["ess"] == pytest.approx(b["ess"], abs=1e-3)
 
 
-def test_a_compiled_run_on_the_cpu_equals_an_eager_one(tmp_path):
+def test_compiled_processes_train_as_one_eager_process_does(tmp_path):
+    """On the CPU. Few tokens: the sampler's loop is unrolled, and compiling takes its time."""
     settings = (*TINY, "--n_tokens=2", "--max_steps=3", "--eval_interval=3")
     succeed("train.py", *settings, f"--out_dir={tmp_path / 'eager'}")
-    succeed("train.py", *settings, "--use_compile=True", f"--out_dir={tmp_path / 'compiled'}")
-    eager, compiled = (load_checkpoint(tmp_path / d / "last.pt") for d in ("eager", "compiled"))
-    for name, p in eager["model"].items():
-        torch.testing.assert_close(compiled["model"][name], p, atol=1e-4, rtol=0, msg=name)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    compiled = ("train.py", *settings, "--use_compile=True", f"--out_dir={tmp_path / 'compiled'}")
+    succeed(*torchrun, *compiled)
+    rows = zip(*(log_rows(tmp_path / d) for d in ("eager", "compiled")), strict=True)
+    for i, (a, b) in enumerate(rows):
+        assert a.pop("split") == b.pop("split")
+        assert a == pytest.approx(b, rel=1e-4 if i == 0 else 1e-3)
 
 
 # settings
