@@ -148,7 +148,7 @@ class DAPS(nn.Module):
 
     def sample(self, n):
         """The distributions p(x|z) of n codes drawn from the uniform prior."""
-        shape, device = (n, self.encoder.n_tokens), self.log_eta.device
+        shape, device = (n, self.encoder.n_tokens), next(self.parameters()).device
         return self.decode(torch.randint(self.encoder.vocab_size, shape, device=device))
 
     def kl(self, x, z):

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from PIL import Image, ImageDraw, ImageFont
 
+from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Relaxed
 from configurator import configure, die
 from daps import DAPS
 from data import VAL_NOISE, load_dataset, uniform_noise
-from models import AutoregressiveEncoder, MLPDecoder, OnePassEncoder
+from models import AutoregressiveEncoder, MLPDecoder, OnePassEncoder, VectorEncoder
 
-METHODS = ("daps", "daps_na")
 CHECKPOINT_KEYS = {"model", "optimizer", "config", "x_shape", "step", "best", "skipped", "seconds"}
 
 
@@ -29,18 +29,52 @@ CHECKPOINT_KEYS = {"model", "optimizer", "config", "x_shape", "step", "best", "s
 # from settings and checkpoints to models
 
 
+METHODS = {  # from networks e, d and settings s
+    "daps": lambda e, d, s: DAPS(e, d, s["n_samples"], s["ess_target"], s["eta_update"]),
+    "gumbel": lambda e, d, s: Relaxed(e, d, "gumbel"),
+    "grmck": lambda e, d, s: Relaxed(e, d, "grmck", s["mc_samples"]),
+    "rloo": lambda e, d, s: RLOO(e, d, s["n_samples"]),
+    "ppo": lambda e, d, s: PPO(e, d, s["width"], s["n_samples"], s["ppo_epochs"], s["ppo_clip"]),
+    "reinmax_na": lambda e, d, s: Relaxed(e, d, "reinmax"),
+    "vqvae": lambda e, d, s: VQVAE(e, d, s["width"], s["commitment"], s["vq_ema"]),
+    "fsq": lambda e, d, s: FSQ(e, d, fsq_levels(s), s["width"]),
+    "gaussian": lambda e, d, s: Gaussian(e, d, s["width"]),
+}
+METHODS |= {f"{name}_na": METHODS[name] for name in ("daps", "gumbel", "grmck", "rloo")}
+VECTORS = ("vqvae", "fsq", "gaussian")  # methods whose encoder gives vectors, not logits
+
+
+def fsq_levels(config):
+    """The setting "8 8 4" as numbers; ValueError if they do not make vocab_size values."""
+    levels = [int(word) for word in config["fsq_levels"].split() if word.isdigit()]
+    if math.prod(levels) != config["vocab_size"] or min(levels, default=0) < 2:
+        raise ValueError(
+            f"fsq_levels is {config['fsq_levels']!r}, must be numbers of at least 2 whose product "
+            f"is vocab_size = {config['vocab_size']}, like 8 8 4 for 256"
+        )
+    return levels
+
+
 def build_model(config, x_shape):
     """The method and networks that a run's settings ask for, with fresh parameters."""
+    method, width = config["method"], config["width"]
     size = {
         key: config[key]
         for key in ("n_tokens", "vocab_size", "width", "n_heads", "n_layers", "mlp_ratio")
     }
-    if config["method"] == "daps_na":
+    if method in VECTORS:
+        dim = len(fsq_levels(config)) if method == "fsq" else width
+        encoder = VectorEncoder(x_shape, **size, dim=dim)
+    elif method.endswith("_na"):
         encoder = OnePassEncoder(x_shape, **size)
     else:
         encoder = AutoregressiveEncoder(x_shape, **size, aligned=config["aligned"])
-    decoder = MLPDecoder(x_shape, config["n_tokens"], config["vocab_size"], config["width"])
-    return DAPS(encoder, decoder, config["n_samples"], config["ess_target"], config["eta_update"])
+    vocab_size = 0 if method in VECTORS else config["vocab_size"]
+    decoder = MLPDecoder(x_shape, config["n_tokens"], vocab_size, width)
+    model = METHODS[method](encoder, decoder, config)
+    if isinstance(model, DAPS):
+        model.noise_shape = (config["n_samples"], config["n_tokens"])
+    return model
 
 
 def load_checkpoint(path):
@@ -80,8 +114,17 @@ def check_device(device):
 
 
 def n_parameters(model):
-    """How many parameters the recognition and the generative model have."""
-    return tuple(sum(p.numel() for p in net.parameters()) for net in (model.encoder, model.decoder))
+    """How many numbers the recognition and the generative model learn, code vectors with the
+    latter; what only training needs (eta, a value function) is not counted."""
+    learned = dict(model.named_parameters())
+    if hasattr(model, "codebook"):
+        learned["codebook"] = model.codebook  # a buffer if it is a running mean
+    sizes = {"encoder": 0, "decoder": 0}
+    for name, p in learned.items():
+        if not name.startswith(("log_eta", "value.")):
+            part = "encoder" if name.startswith(("encoder.", "posterior.")) else "decoder"
+            sizes[part] += p.numel()
+    return sizes["encoder"], sizes["decoder"]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -98,12 +141,13 @@ def evaluate(model, data, beta, batch_size, device):
     """Means over the whole validation set, one code z ~ q(z|x) per x: metrics (a dict of floats);
     and how often each position used each value: counts (B, V). Processes share the work.
 
-    beta_elbo   log_px - beta kl
+    beta_elbo   log_px - beta kl; None where there is no q (VQ-VAE, FSQ)
     log_px      log p(x|z), nats
-    kl          KL(q(z|x) || uniform), nats: exact per token given the tokens before it
+    kl          KL(q(z|x) || prior), nats: exact per token given the tokens before it; or None
     psnr        10 log10(1 / mse) per image on [0, 1] pixels, of the decoder's mean
     code_usage  share of the V values that a position uses at all, mean over positions
     perplexity  exp(entropy) of a position's marginal, mean over positions
+    The last two are None, and so are the counts, where the code is not discrete.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     was_training = model.training
@@ -119,10 +163,12 @@ def evaluate(model, data, beta, batch_size, device):
         z = model.encode(x, noise=u.to(device))  # (N, B)
         p = model.decode(z)
         mse = (p.mean - x).square().flatten(1).mean(dim=1).clamp_min(1e-10)  # (N,)
-        sums += torch.stack(
-            [t.double().sum() for t in (p.log_prob(x), model.kl(x, z), -10 * mse.log10())]
-        )
-        counts += torch.bincount((z + offsets).flatten(), minlength=len(counts))
+        kl = model.kl(x, z)
+        has_kl, discrete = kl is not None, not z.is_floating_point()
+        kl = kl if has_kl else torch.zeros(1, device=device)
+        sums += torch.stack([t.double().sum() for t in (p.log_prob(x), kl, -10 * mse.log10())])
+        if discrete:
+            counts += torch.bincount((z + offsets).flatten(), minlength=len(counts))
     if world_size > 1:
         dist.all_reduce(sums)
         dist.all_reduce(counts)
@@ -131,14 +177,16 @@ def evaluate(model, data, beta, batch_size, device):
     counts = counts.view(n_tokens, vocab_size)
     marginal = counts / counts.sum(dim=1, keepdim=True)
     metrics = {
-        "beta_elbo": log_px - beta * kl,
+        "beta_elbo": log_px - beta * kl if has_kl else None,
         "log_px": log_px,
-        "kl": kl,
+        "kl": kl if has_kl else None,
         "psnr": psnr,
-        "code_usage": (counts > 0).double().mean().item(),
-        "perplexity": torch.special.entr(marginal).sum(dim=1).exp().mean().item(),
+        "code_usage": (counts > 0).double().mean().item() if discrete else None,
+        "perplexity": torch.special.entr(marginal).sum(dim=1).exp().mean().item()
+        if discrete
+        else None,
     }
-    return metrics, counts
+    return metrics, counts if discrete else None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -177,10 +225,10 @@ def draw_reconstructions(model, data, device, columns=16, pairs=4):
 
 
 def draw_samples(model, columns=16, rows=6):
-    """Decoder means of codes drawn uniformly from the prior; the same codes every time."""
-    shape, fixed = (rows * columns, model.encoder.n_tokens), torch.Generator().manual_seed(0)
-    z = torch.randint(model.encoder.vocab_size, shape, generator=fixed)
-    return grid(model.decode(z.to(model.log_eta.device)).mean.squeeze(1), columns)
+    """Decoder means of codes drawn from the prior; the same codes every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return grid(model.sample(rows * columns).mean.squeeze(1), columns)
 
 
 def draw_codes(counts, columns=4, cell=8):
@@ -335,15 +383,15 @@ def report(
             pictures = {
                 "reconstructions": draw_reconstructions(model, data, device),
                 "samples": draw_samples(model),
-                "codes": draw_codes(counts),
                 "curves": draw_curves([out_dir]),
             }
+            if counts is not None:
+                pictures["codes"] = draw_codes(counts)
         for name, picture in pictures.items():
             picture.save(os.path.join(out_dir, f"{name}.png"))
         rows.append(row)
     print_table(rows)
-    for out_dir in out_dirs:
-        print(f"pictures: {out_dir}/reconstructions.png, samples.png, codes.png, curves.png")
+    print("pictures in each folder: reconstructions.png, samples.png, codes.png, curves.png")
     if len(out_dirs) > 1:
         os.makedirs(os.path.dirname(curves) or ".", exist_ok=True)
         draw_curves(out_dirs).save(curves)

@@ -5,6 +5,7 @@ H width, P patches (P = B everywhere).
 
 A recognition model ("encoder") offers
     encoder(x, n_samples, noise=None) -> z (N, K, B) int64, log_q (N, K) float32 with gradient
+    encoder.relaxed(x, choose)        -> y, logits (N, B, V): a code drawn with gradient
     encoder.kl(x, z)                  -> (N,) exact KL to the uniform prior along z (N, B)
     encoder.n_tokens, encoder.vocab_size
 where noise (N, K, B), uniform in [0, 1), decides every token, so that a sample is a pure function
@@ -125,6 +126,33 @@ class Block(nn.Module):
         return h + self.mlp(self.norm_mlp(h))
 
 
+class Cache:
+    """Keys and values of the tokens so far, written in place into preallocated buffers."""
+
+    def __init__(self, n_codes, n_tokens, like):
+        _, heads, _, d = like.shape
+        self.k, self.v = (like.new_empty(n_codes, heads, n_tokens, d) for _ in range(2))
+        self.t = 0
+
+    def extend(self, k, v):
+        """Add those of the next token, (N * K, heads, 1, d) each; return those of all so far."""
+        t, self.t = self.t, self.t + 1
+        self.k[:, :, t : t + 1], self.v[:, :, t : t + 1] = k, v
+        return self.k[:, :, : t + 1], self.v[:, :, : t + 1]
+
+
+class GrowingCache:
+    """The same with gradient: nothing may be written in place, so every step copies the past."""
+
+    def __init__(self):
+        self.past = []
+
+    def extend(self, k, v):
+        past = self.past or (k[:, :, :0], v[:, :, :0])
+        self.past = [torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True)]
+        return self.past
+
+
 class CodeBlock(nn.Module):
     """Pre-LayerNorm block over tokens: causal attention, cross-attention to the patches, MLP."""
 
@@ -134,18 +162,17 @@ class CodeBlock(nn.Module):
         self.norm_cross, self.cross = nn.LayerNorm(width), Attention(width, n_heads)
         self.norm_mlp, self.mlp = nn.LayerNorm(width), mlp(width, mlp_ratio)
 
-    def forward(self, h, memory, cache=None, t=0):
+    def forward(self, h, memory, cache=None):
         """h (N, K, T, H); memory: the patches' keys and values, (N, heads, P, d) each.
 
-        Without a cache, h holds whole codes. With one, h holds token t alone (T = 1); the keys and
-        values of the tokens before it are in cache (2, N * K, heads, B, d), which gains its own.
+        Without a cache, h holds whole codes. With one, h holds the next token alone (T = 1), and
+        the cache the keys and values of those before it.
         """
         N, K, T, H = h.shape
         a = self.norm_attention(h).view(N * K, T, H)
         k, v = self.attention.keys_values(a)  # (N * K, heads, T, d) each
         if cache is not None:
-            cache[0, :, :, t : t + 1], cache[1, :, :, t : t + 1] = k, v
-            k, v = cache[:, :, :, : t + 1]  # (N * K, heads, t + 1, d) each
+            k, v = cache.extend(k, v)  # (N * K, heads, t + 1, d) each
         h = h + self.attention(a, k, v, causal=cache is None).view(N, K, T, H)
         # The K codes of one x ask the same patches: fold K into the queries, repeat no memory.
         a = self.norm_cross(h).view(N, K * T, H)
@@ -201,13 +228,20 @@ class AutoregressiveEncoder(nn.Module):
         self.head = nn.Linear(width, vocab_size)
         init_weights(self, embedding_std=width**-0.5)
 
-    def forward(self, x, n_samples, noise=None):
+    def forward(self, x, n_samples, noise=None, with_kl=False):
         patches = self.patch_encoder(x)  # (N, P, H)
         z = self.sample(patches, n_samples, noise)  # (N, K, B)
+        if with_kl:
+            return z, *self.log_prob_and_kl(patches, z)
         return z, token_log_prob(self.logits(patches, z), z).sum(dim=-1)
 
+    def log_prob_and_kl(self, patches, z):
+        """log q of codes z (N, K, B) and the exact KL along them: (N, K) each, with gradient."""
+        logits = self.logits(patches, z)  # (N, K, B, V)
+        return token_log_prob(logits, z).sum(dim=-1), token_kl(logits).sum(dim=-1)
+
     def kl(self, x, z):
-        return token_kl(self.logits(self.patch_encoder(x), z.unsqueeze(1))).sum(dim=(1, 2))
+        return self.log_prob_and_kl(self.patch_encoder(x), z.unsqueeze(1))[1].squeeze(1)
 
     def start(self, patches):
         """What the steps need of the patches: keys and values per layer, and what is added to the
@@ -227,20 +261,37 @@ class AutoregressiveEncoder(nn.Module):
     @torch.no_grad()
     def sample(self, patches, n_samples, noise=None):
         """Codes (N, K, B), token by token, with the past in one preallocated cache per layer."""
-        N, H = patches.size(0), patches.size(-1)
+        N = len(patches)
         memory, query = self.start(patches)
         noise = uniform_like(patches, N, n_samples, self.n_tokens) if noise is None else noise
-        heads = self.blocks[0].attention.n_heads
-        shape = (2, N * n_samples, heads, self.n_tokens, H // heads)
-        caches = [memory[0][0].new_empty(shape) for _ in self.blocks]
+        caches = [Cache(N * n_samples, self.n_tokens, like=k) for k, _ in memory]
         z = patches.new_full((N, n_samples, self.n_tokens + 1), self.vocab_size, dtype=torch.long)
         for t in range(self.n_tokens):
             h = self.embed(z[..., t : t + 1]) + query[..., t : t + 1, :]  # (N, K, 1, H)
             for block, kv, cache in zip(self.blocks, memory, caches, strict=True):
-                h = block(h, kv, cache, t)
+                h = block(h, kv, cache)
             logits = self.head(self.norm(h)).squeeze(2)  # (N, K, V)
             z[..., t + 1 : t + 2] = draw(logits, noise[..., t : t + 1])
         return z[..., 1:].contiguous()
+
+    def relaxed(self, x, choose):
+        """One code per example with gradient through every choice: y and logits, (N, B, V) each.
+
+        choose(logits (N, V), t) gives token t as a row y (N, V), one-hot in value, that carries a
+        gradient; it enters the next step as y times the table of embeddings.
+        """
+        memory, query = self.start(self.patch_encoder(x))
+        caches = [GrowingCache() for _ in self.blocks]
+        token = self.embed.weight[-1].expand(len(x), -1)  # (N, H)
+        all_y, all_logits = [], []
+        for t in range(self.n_tokens):
+            h = token[:, None, None] + query[..., t : t + 1, :]  # (N, 1, 1, H)
+            for block, kv, cache in zip(self.blocks, memory, caches, strict=True):
+                h = block(h, kv, cache)
+            all_logits.append(self.head(self.norm(h)).flatten(0, 2).float())  # (N, V)
+            all_y.append(choose(all_logits[-1], t))  # (N, V)
+            token = all_y[-1] @ self.embed.weight[:-1]
+        return torch.stack(all_y, dim=1), torch.stack(all_logits, dim=1)
 
 
 class OnePassEncoder(nn.Module):
@@ -253,16 +304,36 @@ class OnePassEncoder(nn.Module):
         self.head = nn.Linear(width, vocab_size)
         init_weights(self, embedding_std=width**-0.5)
 
-    def forward(self, x, n_samples, noise=None):
+    def forward(self, x, n_samples, noise=None, with_kl=False):
         logits = self.head(self.patch_encoder(x)).float()  # (N, B, V)
         if noise is None:
             noise = uniform_like(logits, logits.size(0), n_samples, self.n_tokens)
         z = draw(logits.detach(), noise.transpose(1, 2).contiguous())  # (N, B, K)
-        log_q = logits.log_softmax(dim=-1).gather(2, z)  # (N, B, K)
-        return z.transpose(1, 2), log_q.sum(dim=1)
+        log_q = logits.log_softmax(dim=-1).gather(2, z).sum(dim=1)  # (N, K)
+        z = z.transpose(1, 2)  # (N, K, B)
+        return (z, log_q, token_kl(logits).sum(dim=1, keepdim=True)) if with_kl else (z, log_q)
+
+    def relaxed(self, x, choose):
+        """As in AutoregressiveEncoder, with one choice for all tokens: t is slice(None)."""
+        logits = self.head(self.patch_encoder(x)).float()  # (N, B, V)
+        return choose(logits, slice(None)), logits
 
     def kl(self, x, z):
         return token_kl(self.head(self.patch_encoder(x))).sum(dim=1)
+
+
+class VectorEncoder(nn.Module):
+    """A vector of `dim` numbers per token instead of logits, for methods that quantise it."""
+
+    def __init__(self, x_shape, n_tokens, vocab_size, width, n_heads, n_layers, mlp_ratio, dim):
+        super().__init__()
+        self.n_tokens, self.vocab_size = n_tokens, vocab_size
+        self.patch_encoder = PatchEncoder(x_shape, n_tokens, width, n_heads, n_layers, mlp_ratio)
+        self.head = nn.Linear(width, dim)
+        init_weights(self, embedding_std=1.0)
+
+    def forward(self, x):
+        return self.head(self.patch_encoder(x)).float()  # (N, B, dim)
 
 
 def uniform_like(t, *shape):
@@ -270,19 +341,25 @@ def uniform_like(t, *shape):
 
 
 class MLPDecoder(nn.Module):
-    """Binary x, Bernoulli per pixel: embed tokens, flatten, 64, 256, logits (as in the paper)."""
+    """Binary x, Bernoulli per pixel: embed tokens, flatten, 64, 256, logits (as in the paper).
+
+    A code is given as tokens (..., B) int64, as one-hot rows with gradient (..., B, V), or, if
+    there is no table of embeddings (vocab_size = 0), as vectors (..., B, H).
+    """
 
     def __init__(self, x_shape, n_tokens, vocab_size, width, hidden=(64, 256)):
         super().__init__()
         self.x_shape = tuple(x_shape)
-        self.embed = nn.Embedding(vocab_size, width)
+        self.embed = nn.Embedding(vocab_size, width) if vocab_size else None
         sizes = [n_tokens * width, *hidden, math.prod(x_shape)]
         layers = [nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True)]
         self.net = nn.Sequential(layers[0], *(m for n in layers[1:] for m in (nn.ReLU(), n)))
         init_weights(self, embedding_std=1.0)
 
     def logits(self, z):
-        return self.net(self.embed(z).flatten(-2)).float()  # (..., pixels)
+        if self.embed is not None:
+            z = z @ self.embed.weight if z.is_floating_point() else self.embed(z)
+        return self.net(z.flatten(-2)).float()  # (..., pixels)
 
     def log_prob(self, x, z):
         logits = self.logits(z)  # (N, K, pixels)

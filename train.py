@@ -40,7 +40,7 @@ from eval import (
 # Settings. Files and --key=value on the command line override them; --help lists them.
 
 # what
-method = "daps"  # daps: autoregressive encoder; daps_na: all tokens in one pass
+method = "daps"  # daps, gumbel, grmck, rloo (each also _na: in one pass), ppo, reinmax_na, ...
 dataset = "glyphs"  # glyphs: drawn on the spot; mnist: found in data_dir or downloaded
 data_dir = DATA_DIR  # holds a folder per data set
 out_dir = "out/glyphs_daps"  # checkpoints, log and pictures go here
@@ -60,6 +60,15 @@ ess_target = 0.33  # effective sample size of the K weights, over K
 eta_update = "solve"  # solve: exact on every batch; gradient: the paper's step on log eta
 beta_init = 0.5  # weight of the KL to the prior at the first step
 beta_final = 0.01  # and at the last; exponential in between
+# the other estimators
+tau_init = 1.0  # gumbel, grmck, reinmax: temperature at the first step
+tau_final = 1.0  # and at the last; exponential in between
+mc_samples = 100  # grmck: conditional Gumbels per token
+ppo_epochs = 4  # ppo: updates per batch
+ppo_clip = 0.2  # ppo: how far the ratio of probabilities may go
+commitment = 0.25  # vqvae: weight of the commitment term
+vq_ema = True  # vqvae: code vectors by running means, k-means start, revival; else by gradient
+fsq_levels = "8 8 4"  # fsq: levels per number; their product is vocab_size
 # optimisation
 max_steps = 2000  # optimizer steps; all schedules end here
 batch_size = 128  # N, over all processes together
@@ -107,6 +116,12 @@ for key, fine, wanted in (
         beta_init == beta_final or beta_init * beta_final > 0,
         "positive, like beta_final",
     ),
+    ("tau_init", tau_init > 0, "positive"),
+    ("tau_final", tau_final > 0, "positive"),
+    ("mc_samples", mc_samples >= 1, "at least 1"),
+    ("ppo_epochs", ppo_epochs >= 1, "at least 1"),
+    ("ppo_clip", ppo_clip > 0, "positive"),
+    ("commitment", commitment >= 0, "zero or more"),
     ("max_steps", max_steps >= 1, "at least 1"),
     ("batch_size", batch_size >= 1, "at least 1"),
     ("batch_size", batch_size % world_size == 0, f"a multiple of the {world_size} processes"),
@@ -188,13 +203,17 @@ except DataError as fault:
 # ---------------------------------------------------------------------------------------------
 # Model and optimizer. log_eta, if trained by gradient, has its own rate, no decay, no clipping.
 torch.manual_seed(seed)
-raw_model = build_model(settings, data.shape).to(device)
+try:
+    raw_model = build_model(settings, data.shape).to(device)
+except ValueError as fault:
+    die(fault)
 raw_model.encoder.patch_encoder.standardise(data.x_train[:10_000].float())
 weights = [p for name, p in raw_model.named_parameters() if name != "log_eta"]
+etas = [p for name, p in raw_model.named_parameters() if name == "log_eta"]
 optimizer = torch.optim.AdamW(
     [
         {"params": weights, "weight_decay": weight_decay},
-        {"params": [raw_model.log_eta], "weight_decay": 0.0, "lr": 1e-3},
+        {"params": etas, "weight_decay": 0.0, "lr": 1e-3},
     ],
     lr=lr,
     fused=True,
@@ -218,15 +237,16 @@ if use_compile:
 model = DistributedDataParallel(raw_model) if world_size > 1 else raw_model
 
 
-def schedule(step):
-    """beta and learning rate of a step."""
-    beta = beta_init
-    if beta_init != beta_final:
-        beta *= (beta_final / beta_init) ** (step / max(max_steps - 1, 1))
+def anneal(first, last, step):
+    """From first to last over the run, exponentially."""
+    return first if first == last else first * (last / first) ** (step / max(max_steps - 1, 1))
+
+
+def learning_rate(step):
     rate = lr * min(1.0, (step + 1) / max(warmup_steps, 1))
     if lr_schedule == "cosine":
         rate *= (1 + math.cos(math.pi * step / max_steps)) / 2
-    return beta, rate
+    return rate
 
 
 def write(path, content):
@@ -251,7 +271,7 @@ def save(path):
 
 def log(split, values):
     """One line in log.jsonl: step, "train" or "val", and numbers, none of which depends on time."""
-    values = {key: value if math.isfinite(value) else None for key, value in values.items()}
+    values = {k: v if v is not None and math.isfinite(v) else None for k, v in values.items()}
     line = json.dumps({"step": progress["step"], "split": split} | values)
     print(line, file=log_file, flush=True)
     if wandb_log:
@@ -298,23 +318,29 @@ place = dict(rank=rank, world_size=world_size)
 step, bad_in_a_row, started = progress["step"], 0, time.perf_counter()
 bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None if chief else True)
 while step < max_steps:
-    beta, rate = schedule(step)
-    optimizer.param_groups[0]["lr"] = rate
+    beta = anneal(beta_init, beta_final, step)
+    if hasattr(raw_model, "tau"):
+        raw_model.tau.fill_(anneal(tau_init, tau_final, step))
+    rate = optimizer.param_groups[0]["lr"] = learning_rate(step)
     x = data.train_batch(seed, step, batch_size, **place).to(device)  # (N, *shape)
-    noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, (n_samples, n_tokens), **place)
-    with autocast:
-        loss, metrics = model(x, torch.tensor(beta, device=device), noise=noise.to(device))
-    loss.backward()  # DDP averages the gradients here
-    grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf).item()
-    if math.isfinite(grad_norm):
-        optimizer.step()
-        bad_in_a_row = 0
-    else:  # leave parameters and optimizer as they are
-        progress["skipped"] += 1
-        bad_in_a_row += 1
-        if bad_in_a_row == max_skipped:
-            die(f"non-finite gradients in {max_skipped} steps up to {step}; try a lower --lr")
-    optimizer.zero_grad()
+    noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, raw_model.noise_shape, **place)
+    options = {"noise": noise.to(device)}
+    for epoch in range(getattr(raw_model, "n_epochs", 1)):  # PPO goes over a batch several times
+        if epoch > 0:
+            options["epoch"] = epoch
+        with autocast:
+            loss, metrics = model(x, torch.tensor(beta, device=device), **options)
+        loss.backward()  # DDP averages the gradients here
+        grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf).item()
+        if math.isfinite(grad_norm):
+            optimizer.step()
+            bad_in_a_row = 0
+        else:  # leave parameters and optimizer as they are
+            progress["skipped"] += 1
+            bad_in_a_row += 1
+            if bad_in_a_row == max_skipped:
+                die(f"non-finite gradients in {max_skipped} steps up to {step}; try a lower --lr")
+        optimizer.zero_grad()
     step += 1
     progress["step"] = step
     bar.update()
@@ -328,7 +354,7 @@ while step < max_steps:
             row = dict(zip(["loss", *metrics], values.tolist(), strict=True))
             log("train", row | dict(lr=rate, grad_norm=grad_norm, skipped=progress["skipped"]))
             shown = ("reward", "kl", "ess", "eta", "beta")
-            bar.set_postfix({key: f"{row[key]:.4g}" for key in shown})
+            bar.set_postfix({key: f"{row[key]:.4g}" for key in shown if key in row})
 
     stop = torch.tensor(len(caught))
     if world_size > 1:  # a signal may reach one process a step before another
@@ -341,12 +367,18 @@ while step < max_steps:
             val, _ = evaluate(raw_model, data, beta_final, batch_size, device)
             if chief:
                 log("val", val)
-                bar.write(
-                    f"step {step:6d}  val beta-ELBO {val['beta_elbo']:8.2f}  "
-                    f"log p(x|z) {val['log_px']:8.2f}  KL {val['kl']:5.2f}  PSNR {val['psnr']:5.2f}"
-                )
-                if val["beta_elbo"] > progress["best"]:
-                    progress["best"] = val["beta_elbo"]
+                shown = {
+                    "beta-ELBO": "beta_elbo",
+                    "log p(x|z)": "log_px",
+                    "KL": "kl",
+                    "PSNR": "psnr",
+                }
+                shown = {k: val[v] for k, v in shown.items() if val[v] is not None}
+                shown = "  ".join(f"{key} {value:8.2f}" for key, value in shown.items())
+                bar.write(f"step {step:6d}  val {shown}")
+                score = val["log_px"] if val["beta_elbo"] is None else val["beta_elbo"]
+                if score > progress["best"]:
+                    progress["best"] = score
                     save(best_path)
         if chief:
             save(last_path)

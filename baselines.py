@@ -1,0 +1,380 @@
+"""What DAPS is compared with: the same networks, data and steps, another way to train the encoder.
+
+    gumbel, gumbel_na   straight-through Gumbel-Softmax (Jang et al. 2016)
+    grmck, grmck_na     Gumbel-Rao, Monte Carlo (Paulus et al. 2020)
+    reinmax_na          ReinMax, second-order straight-through (Liu et al. 2023)
+    rloo, rloo_na       REINFORCE with a leave-one-out baseline (Kool et al. 2019)
+    ppo                 clipped surrogate, learned value baseline (Schulman et al. 2017)
+    vqvae               nearest code vector (van den Oord et al. 2017), by EMA or by gradient
+    fsq                 finite scalar quantisation (Mentzer et al. 2023)
+    gaussian            Gaussian VAE whose latent takes as many bits in float32
+
+_na: all tokens in one pass, where the others are autoregressive. Each is a module with the
+interface of DAPS: forward(x, beta, noise) -> (loss, metrics), encode(x, noise), decode(z),
+sample(n), kl(x, z); noise is (N, *noise_shape), uniform in [0, 1), and decides all that is random.
+
+`python baselines.py` measures bias and variance of the gradient estimators by enumeration.
+
+Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token,
+H width, M Monte Carlo samples of Gumbel-Rao.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from daps import DAPS, whole_batch
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+class Method(nn.Module):
+    """An encoder and a decoder, which encode, decode and sample as they do in DAPS."""
+
+    encode, decode, sample, kl = DAPS.encode, DAPS.decode, DAPS.sample, DAPS.kl
+
+    def __init__(self, encoder, decoder):
+        super().__init__()
+        self.encoder, self.decoder = encoder, decoder
+
+
+def elbo_loss(log_px, kl, beta):
+    """The negative beta-ELBO and what is logged of it; log_px and kl (N, ...) with gradient."""
+    beta = torch.as_tensor(beta, dtype=torch.float32, device=log_px.device)
+    metrics = {"reward": log_px.mean().detach(), "kl": kl.mean().detach(), "beta": beta}
+    return beta * kl.mean() - log_px.mean(), metrics
+
+
+# ---------------------------------------------------------------------------------------------
+# Relaxations. Each turns logits (..., V) and noise into a row y (..., V) that is one-hot in value
+# and carries a gradient to the logits. All in float32.
+
+
+def exponential(u):
+    """Exp(1) from u uniform in [0, 1): -log(1 - u), never zero."""
+    return -torch.log1p(-u).clamp(max=-TINY)
+
+
+def straight_through(z, soft):
+    """The one-hot row of z (...) in value, with the gradient of soft (..., V)."""
+    hard = torch.zeros_like(soft).scatter_(-1, z.unsqueeze(-1), 1.0)
+    return hard + soft - soft.detach()
+
+
+def gumbel_softmax(logits, u, tau):
+    """Straight-through Gumbel-Softmax; u (..., V)."""
+    perturbed = logits - exponential(u).log()  # Gumbel noise is -log of exponential noise
+    return straight_through(perturbed.argmax(dim=-1), (perturbed / tau).softmax(dim=-1))
+
+
+def conditional_gumbels(log_p, z, e):
+    """Perturbed log-probabilities given that z wins: log_p (..., V), z (...), e (M, ..., V) Exp(1).
+
+    In log space: the maximum is -log e_z, and the others are Gumbels cut off below it,
+    -log(e_j / p_j + e_z).
+    """
+    z = z.expand(e.shape[:-1]).unsqueeze(-1)  # (M, ..., 1)
+    log_top = e.gather(-1, z).log()  # minus the maximum, (M, ..., 1)
+    others = -torch.logaddexp(e.log() - log_p, log_top)
+    return others.scatter(-1, z, -log_top)  # (M, ..., V)
+
+
+def gumbel_rao(logits, u, tau, mc_samples):
+    """Gumbel-Rao: the Gumbel-Softmax gradient averaged over M Gumbels that choose the same token.
+
+    u (..., (M + 1) V): V for the choice, the rest for the average. With M = 1 this is the
+    straight-through Gumbel-Softmax in distribution. The noise carries no gradient.
+    """
+    V = logits.size(-1)
+    with torch.no_grad():
+        z = (logits - exponential(u[..., :V]).log()).argmax(dim=-1)
+        e = exponential(u[..., V:]).unflatten(-1, (mc_samples, V)).movedim(-2, 0)  # (M, ..., V)
+        log_p = logits.log_softmax(dim=-1)
+        shift = conditional_gumbels(log_p, z, e) - logits
+    return straight_through(z, ((logits + shift) / tau).softmax(dim=-1).mean(dim=0))
+
+
+def reinmax(logits, u, tau):
+    """ReinMax: a second-order approximation of the gradient (Heun's method), by the same sample."""
+    p = logits.softmax(dim=-1)
+    z = (logits - exponential(u).log()).argmax(dim=-1)
+    hard = F.one_hot(z, logits.size(-1)).float()
+    middle = (hard + (logits / tau).softmax(dim=-1)) / 2
+    middle = ((middle.log() - logits).detach() + logits).softmax(dim=-1)
+    return straight_through(z, 2 * middle - p / 2)
+
+
+class Relaxed(Method):
+    """Back-propagate log p(x|z) through a code that is relaxed token by token.
+
+    The KL is exact per token, with gradient. tau, the temperature, is a buffer that the training
+    loop anneals. estimator: "gumbel", "grmck" or "reinmax".
+    """
+
+    def __init__(self, encoder, decoder, estimator, mc_samples=1):
+        super().__init__(encoder, decoder)
+        self.estimator, self.mc_samples = estimator, mc_samples
+        self.register_buffer("tau", torch.tensor(1.0))
+        rows = mc_samples + 1 if estimator == "grmck" else 1
+        self.noise_shape = (encoder.n_tokens, rows * encoder.vocab_size)
+
+    def forward(self, x, beta, noise):
+        def choose(logits, t):
+            if self.estimator == "grmck":
+                return gumbel_rao(logits, noise[:, t], self.tau, self.mc_samples)
+            relax = gumbel_softmax if self.estimator == "gumbel" else reinmax
+            return relax(logits, noise[:, t], self.tau)
+
+        y, logits = self.encoder.relaxed(x, choose)  # (N, B, V) each
+        log_px = self.decoder.log_prob(x, y.unsqueeze(1))  # (N, 1)
+        log_q = logits.log_softmax(dim=-1)
+        kl = (log_q.exp() * log_q).sum(dim=(1, 2)) + y.size(1) * math.log(y.size(2))  # (N,)
+        loss, metrics = elbo_loss(log_px, kl, beta)
+        return loss, metrics | {"tau": self.tau.clone()}
+
+
+# ---------------------------------------------------------------------------------------------
+# Score functions: nothing is back-propagated through sampling.
+
+
+class RLOO(Method):
+    """REINFORCE: each of the K codes is compared with the mean of the others.
+
+    The KL along a code's prefixes is exact and has a gradient of its own; since the prefixes are
+    sampled, it is also part of the reward. Unbiased for any K >= 2.
+    """
+
+    def __init__(self, encoder, decoder, n_samples=8):
+        super().__init__(encoder, decoder)
+        self.n_samples = n_samples
+        self.noise_shape = (n_samples, encoder.n_tokens)
+
+    def forward(self, x, beta, noise):
+        z, log_q, kl = self.encoder(x, self.n_samples, noise, with_kl=True)  # kl (N, K) or (N, 1)
+        log_px = self.decoder.log_prob(x, z)  # (N, K)
+        reward = (log_px - beta * kl).detach().expand_as(log_q)
+        advantage = (reward - reward.mean(dim=1, keepdim=True)) * self.n_samples
+        advantage = advantage / (self.n_samples - 1)  # = reward - mean of the others
+        loss, metrics = elbo_loss(log_px, kl, beta)
+        return loss - (advantage * log_q).mean(), metrics | {"log_q": log_q.mean().detach()}
+
+
+class PPO(Method):
+    """Clipped surrogate: several epochs of updates on codes drawn once, by forward(..., epoch).
+
+    The advantage is log p(x|z) minus a learned value of x, standardised over the batch as is usual
+    for PPO; the entropy bonus beta is divided by the same scale, so that the two stay in the
+    proportion of the ELBO. Rewards are learned relative to a running mean and scale.
+    """
+
+    def __init__(self, encoder, decoder, width, n_samples=8, n_epochs=4, clip=0.2):
+        super().__init__(encoder, decoder)
+        self.n_samples, self.n_epochs, self.clip = n_samples, n_epochs, clip
+        self.noise_shape = (n_samples, encoder.n_tokens)
+        self.value = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+        self.register_buffer("reward_mean", torch.tensor(0.0))
+        self.register_buffer("reward_std", torch.tensor(0.0))  # zero: nothing seen yet
+
+    def forward(self, x, beta, noise, epoch=0):
+        patches = self.encoder.patch_encoder(x)  # (N, P, H)
+        if epoch == 0:
+            self.z = self.encoder.sample(patches, self.n_samples, noise)  # (N, K, B)
+        log_px = self.decoder.log_prob(x, self.z)  # (N, K)
+        log_q, kl = self.encoder.log_prob_and_kl(patches, self.z)  # (N, K) each
+        value = self.value(patches.detach().mean(dim=1))  # (N, 1), in units of reward_std
+        if epoch == 0:
+            rewards = whole_batch(log_px)
+            rate = 0.01 if self.reward_std > 0 else 1.0
+            self.reward_mean.lerp_(rewards.mean(), rate)
+            self.reward_std.lerp_(rewards.std(), rate)
+            self.old_log_q = log_q.detach()
+            self.target = (log_px.detach() - self.reward_mean) / self.reward_std  # (N, K)
+            advantage = self.target - value.detach()
+            everyone = whole_batch(advantage)
+            self.scale = everyone.std() + 1e-6
+            self.advantage = (advantage - everyone.mean()) / self.scale
+        ratio = (log_q - self.old_log_q).exp()
+        clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
+        surrogate = torch.minimum(ratio * self.advantage, clipped * self.advantage).mean()
+        kl_weight = beta / (self.scale * self.reward_std)
+        loss = kl_weight * kl.mean() - surrogate - log_px.mean()
+        loss = loss + (value - self.target).square().mean()
+        _, metrics = elbo_loss(log_px, kl, beta)
+        metrics["clipped"] = ((ratio - 1).abs() > self.clip).float().mean()
+        return loss, metrics
+
+
+# ---------------------------------------------------------------------------------------------
+# Quantisation: the encoder gives vectors, there is no distribution q, and beta plays no part.
+
+
+class Quantised(Method):
+    """What the two share: log p(x|z) with a straight-through gradient from quantised vectors."""
+
+    noise_shape = (0,)
+
+    def kl(self, x, z):
+        return None
+
+    @torch.no_grad()
+    def encode(self, x, noise=None):
+        """The code of each example: (N, B) int64. Nothing is random."""
+        return self.quantise(self.encoder(x))[0]
+
+    def decode(self, z):
+        return self.decoder(self.vectors(z))
+
+
+class FSQ(Quantised):
+    """Finite scalar quantisation: each of a few numbers per token is rounded to one of L levels.
+
+    levels: how many for each number; their product is V.
+    """
+
+    def __init__(self, encoder, decoder, levels, width):
+        super().__init__(encoder, decoder)
+        if math.prod(levels) != encoder.vocab_size:
+            raise ValueError(f"fsq_levels {levels} make {math.prod(levels)} values, not vocab_size")
+        self.register_buffer("levels", torch.tensor(levels), persistent=False)
+        basis = torch.tensor([1, *levels[:-1]]).cumprod(0)
+        self.register_buffer("basis", basis, persistent=False)
+        self.project = nn.Linear(len(levels), width)
+
+    def quantise(self, h):
+        """h (..., n) -> token (...) int64 and its numbers in [-1, 1], (..., n) with gradient."""
+        half = (self.levels - 1) * (1 - 1e-3) / 2  # a little less, so that tanh reaches the ends
+        # An even number of levels has none at zero: the shift keeps h = 0 where it was.
+        offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)
+        bounded = (h.float() + (offset / half).atanh()).tanh() * half - offset
+        rounded = bounded + (bounded.round() - bounded).detach()
+        digits = rounded.detach() + self.levels // 2  # 0 ... L - 1
+        return (digits * self.basis).sum(dim=-1).round().long(), rounded / (self.levels // 2)
+
+    def vectors(self, z):
+        """The decoder's vectors of tokens z: (...) -> (..., H)."""
+        digits = z.unsqueeze(-1) // self.basis % self.levels
+        return self.project((digits - self.levels // 2) / (self.levels // 2))
+
+    def forward(self, x, beta, noise=None):
+        _, numbers = self.quantise(self.encoder(x))
+        log_px = self.decoder.log_prob(x, self.project(numbers).unsqueeze(1))  # (N, 1)
+        return -log_px.mean(), {"reward": log_px.mean().detach()}
+
+
+class VQVAE(Quantised):
+    """Nearest code vector, straight-through, with a commitment term.
+
+    ema: code vectors are running means of what is assigned to them, start by k-means on the first
+    batch, and, where hardly used, move to a vector of the batch. Else they are parameters, pulled
+    by the codebook term of the paper. All statistics are of the whole batch over all processes.
+    """
+
+    def __init__(self, encoder, decoder, width, commitment=0.25, ema=True, decay=0.99):
+        super().__init__(encoder, decoder)
+        V = encoder.vocab_size
+        self.noise_shape = (encoder.n_tokens,)  # decides which vectors revive dead codes
+        self.commitment, self.ema, self.decay = commitment, ema, decay
+        codebook = torch.randn(V, width)
+        if ema:
+            self.register_buffer("codebook", codebook)
+            self.register_buffer("total", codebook.clone())  # running sum of assigned vectors
+            self.register_buffer("count", torch.zeros(V))  # and how many they were
+        else:
+            self.codebook = nn.Parameter(codebook)
+
+    def quantise(self, h):
+        """h (..., H) -> token (...) int64 and its code vector (..., H)."""
+        distance = self.codebook.square().sum(dim=1) - 2 * h.float() @ self.codebook.T
+        z = distance.argmin(dim=-1)
+        return z, self.codebook[z]
+
+    def vectors(self, z):
+        return self.codebook[z]
+
+    def forward(self, x, beta, noise=None):
+        h = self.encoder(x)  # (N, B, H)
+        if self.ema and self.training:
+            self.update(whole_batch(h).flatten(0, 1), whole_batch(noise).flatten())
+        z, e = self.quantise(h)
+        log_px = self.decoder.log_prob(x, (h + (e - h).detach()).unsqueeze(1))  # (N, 1)
+        commit = (h - e.detach()).square().sum(dim=(1, 2)).mean()
+        loss = self.commitment * commit - log_px.mean()
+        if not self.ema:
+            loss = loss + (e - h.detach()).square().sum(dim=(1, 2)).mean()
+        return loss, {"reward": log_px.mean().detach(), "commit": commit.detach()}
+
+    @torch.no_grad()
+    def update(self, h, noise):
+        """One step of the running means towards vectors h (n, H); noise (n,) orders them."""
+        V = len(self.codebook)
+        shuffled = h[noise.argsort()].repeat(-(-V // len(h)), 1)  # (at least V, H)
+        if not self.count.any():  # the first batch: ten rounds of k-means
+            self.codebook.copy_(shuffled[:V])
+            for _ in range(10):
+                self.absorb(h, decay=0.0)
+        self.absorb(h, self.decay)
+        # Used for less than a twentieth of an even share of the batch: start again elsewhere.
+        dead = self.count < 0.05 * len(h) / V
+        self.codebook[dead] = shuffled[: int(dead.sum())]
+        self.total[dead] = self.codebook[dead]
+        self.count[dead] = 1.0
+
+    def absorb(self, h, decay):
+        one_hot = F.one_hot(self.quantise(h)[0], len(self.codebook)).float()  # (n, V)
+        self.count.lerp_(one_hot.sum(dim=0), 1 - decay)
+        self.total.lerp_(one_hot.T @ h, 1 - decay)
+        used = self.count > 1e-6
+        self.codebook[used] = self.total[used] / self.count[used].unsqueeze(1)
+
+
+# ---------------------------------------------------------------------------------------------
+# No discrete code at all.
+
+
+class Gaussian(Method):
+    """A Gaussian VAE with as many float32 numbers as fit into the bits of the discrete codes."""
+
+    def __init__(self, encoder, decoder, width):
+        super().__init__(encoder, decoder)
+        bits = encoder.n_tokens * math.log2(encoder.vocab_size)
+        self.dim = max(1, int(bits) // 32)
+        self.noise_shape = (self.dim,)
+        self.posterior = nn.Linear(encoder.n_tokens * width, 2 * self.dim)
+        self.project = nn.Linear(self.dim, encoder.n_tokens * width)
+
+    def moments(self, x):
+        mean, log_std = self.posterior(self.encoder(x).flatten(1)).float().chunk(2, dim=1)
+        return mean, log_std.clamp(-10, 10)  # (N, dim) each
+
+    def draw(self, mean, log_std, noise):
+        """Normal numbers from uniform ones; a longer row of noise is cut."""
+        noise = noise.flatten(1)[:, : self.dim].clamp(1e-6, 1 - 1e-6)
+        return mean + log_std.exp() * torch.special.ndtri(noise)
+
+    def divergence(self, mean, log_std):
+        return (mean.square() / 2 + (2 * log_std).exp() / 2 - log_std - 0.5).sum(dim=1)  # (N,)
+
+    def forward(self, x, beta, noise):
+        moments = self.moments(x)
+        log_px = self.decoder.log_prob(x, self.vectors(self.draw(*moments, noise)).unsqueeze(1))
+        return elbo_loss(log_px, self.divergence(*moments), beta)
+
+    def vectors(self, z):
+        return self.project(z).unflatten(-1, (self.encoder.n_tokens, -1))
+
+    @torch.no_grad()
+    def encode(self, x, noise=None):
+        """A sample of the posterior: (N, dim) float32."""
+        noise = torch.rand(len(x), self.dim, device=x.device) if noise is None else noise
+        return self.draw(*self.moments(x), noise)
+
+    def decode(self, z):
+        return self.decoder(self.vectors(z))
+
+    def sample(self, n):
+        return self.decode(torch.randn(n, self.dim, device=self.project.weight.device))
+
+    def kl(self, x, z):
+        return self.divergence(*self.moments(x))
