@@ -244,7 +244,7 @@ class FSQ(Quantised):
 
     def quantise(self, h):
         """h (..., n) -> token (...) int64 and its numbers in [-1, 1], (..., n) with gradient."""
-        half = (self.levels - 1) * (1 - 1e-3) / 2  # a little less, so that tanh reaches the ends
+        half = (self.levels - 1) * (1 + 1e-3) / 2  # a little more, so that tanh reaches the ends
         # An even number of levels has none at zero: the shift keeps h = 0 where it was.
         offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)
         bounded = (h.float() + (offset / half).atanh()).tanh() * half - offset
@@ -378,3 +378,83 @@ class Gaussian(Method):
 
     def kl(self, x, z):
         return self.divergence(*self.moments(x))
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+def demo(n_draws=20_000):
+    """Bias and variance of the gradient estimators where the truth is a sum over 64 codes.
+
+    One x, an encoder that is a table of logits (B = 3, V = 4), a fixed decoder. Each estimator is
+    asked n_draws times for the gradient of the beta-ELBO by the logits.
+    """
+    torch.manual_seed(0)
+    B, V, beta = 3, 4, 0.5
+    codes = torch.cartesian_prod(*[torch.arange(V)] * B)  # (64, B)
+
+    class Table(nn.Module):
+        """Every draw has its own copy of the logits, and so its own gradient."""
+
+        n_tokens, vocab_size = B, V
+
+        def __init__(self):
+            super().__init__()
+            self.logits = nn.Parameter(torch.randn(B, V).repeat(n_draws, 1, 1))  # (N, B, V)
+
+        def forward(self, x, n_samples, noise, with_kl=False):
+            q = torch.distributions.Categorical(logits=self.logits.unsqueeze(1))  # (N, 1, B)
+            z = (noise.unsqueeze(-1) > q.probs.cumsum(-1)).sum(-1).clamp(max=V - 1)  # (N, K, B)
+            kl, log_q = (math.log(V) - q.entropy()).sum(-1), q.log_prob(z).sum(-1)
+            return (z, log_q, kl) if with_kl else (z, log_q)
+
+        def relaxed(self, x, choose):
+            return choose(self.logits, slice(None)), self.logits
+
+    class Score(nn.Module):  # stands in for log p(x|z)
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(B * V, 16), nn.Tanh(), nn.Linear(16, 1))
+            self.net[2].weight.data.mul_(8)
+
+        def log_prob(self, x, z):
+            y = z if z.is_floating_point() else F.one_hot(z, V).float()
+            return self.net(y.flatten(-2)).squeeze(-1)
+
+    encoder, decoder, eta = Table(), Score(), 1e3
+    methods = {f"rloo, K = {k}": (RLOO(encoder, decoder, k), None) for k in (2, 8)}
+    for tau in (1.0, 0.5):
+        methods[f"gumbel, tau = {tau}"] = Relaxed(encoder, decoder, "gumbel"), tau
+        for m in (10, 100):
+            methods[f"grmck, tau = {tau}, M = {m}"] = Relaxed(encoder, decoder, "grmck", m), tau
+    methods["reinmax, tau = 1.0"] = Relaxed(encoder, decoder, "reinmax"), 1.0
+    daps = DAPS(encoder, decoder, n_samples=8, eta_update="gradient")
+    daps.log_eta.data.fill_(math.log(eta))
+    daps.noise_shape = (8, B)
+    methods["daps, K = 8, eta = 1000"] = daps, None
+
+    logits = encoder.logits[0].detach().requires_grad_()
+    log_q = logits.log_softmax(-1)[torch.arange(B), codes].sum(-1)  # (64,)
+    elbo = log_q.exp() * (decoder.log_prob(None, codes) - beta * (log_q + B * math.log(V)))
+    (exact,) = torch.autograd.grad(elbo.sum(), logits)
+    print("Bias and standard deviation of a gradient, over the norm of the exact one:")
+    print(f"{'estimator':25}  {'bias':>6}  {'+-':>6}  {'std':>6}")
+    table = {}
+    for name, (model, tau) in methods.items():
+        if tau is not None:
+            model.tau.fill_(tau)
+        loss, _ = model(
+            torch.zeros(n_draws, 1), beta, noise=torch.rand(n_draws, *model.noise_shape)
+        )
+        (draws,) = torch.autograd.grad(-n_draws * loss, encoder.logits)  # (N, B, V)
+        if model is daps:  # its steps are smaller by eta + beta, and its baseline includes itself
+            draws = draws * (eta + beta) * 8 / 7
+        std = draws.var(dim=0).sum().sqrt() / exact.norm()
+        bias = (draws.mean(dim=0) - exact).norm() / exact.norm()
+        table[name] = bias.item(), std.item()
+        print(f"{name:25}  {bias:6.3f}  {std / n_draws**0.5:6.3f}  {std:6.3f}")
+    return table
+
+
+if __name__ == "__main__":
+    demo()

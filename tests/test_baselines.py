@@ -1,0 +1,346 @@
+"""baselines.py against full enumeration, rejection sampling and an independent library."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from baselines import (
+    FSQ,
+    PPO,
+    RLOO,
+    VQVAE,
+    Gaussian,
+    Relaxed,
+    conditional_gumbels,
+    demo,
+    exponential,
+    gumbel_rao,
+    gumbel_softmax,
+    reinmax,
+)
+from daps import DAPS
+from models import AutoregressiveEncoder, MLPDecoder, OnePassEncoder, VectorEncoder, token_log_prob
+
+X_SHAPE, B, V, BETA = (1, 4, 6), 3, 4, 0.5
+CODES = torch.tensor(list(itertools.product(range(V), repeat=B)))  # (64, B)
+
+
+def networks(kind):
+    """Small networks with logits far from uniform and a decoder that cares about every token."""
+    torch.manual_seed(0)
+    size = (X_SHAPE, B, V, 8, 2, 1, 2)
+    encoder = AutoregressiveEncoder(*size) if kind == "ar" else OnePassEncoder(*size)
+    return encoder, MLPDecoder(X_SHAPE, B, V, 8, hidden=(16,))
+
+
+def example(n):
+    return (
+        torch.rand(1, *X_SHAPE, generator=torch.Generator().manual_seed(1))
+        .round()
+        .expand(n, -1, -1, -1)
+    )
+
+
+def exact_gradient(encoder, decoder):
+    """Of the beta-ELBO of one x, over all 64 codes, by the encoder's parameters."""
+    x = example(1)
+    patches = encoder.patch_encoder(x)
+    if isinstance(encoder, OnePassEncoder):
+        logits = encoder.head(patches).unsqueeze(1).expand(-1, len(CODES), -1, -1)
+    else:
+        logits = encoder.logits(patches, CODES.unsqueeze(0))
+    log_q = token_log_prob(logits, CODES.unsqueeze(0)).sum(dim=-1)  # (1, 64)
+    log_px = decoder.log_prob(x, CODES.unsqueeze(0)).detach()
+    elbo = (log_q.exp() * (log_px - BETA * (log_q + B * math.log(V)))).sum()
+    return flat(torch.autograd.grad(elbo, list(encoder.parameters())))
+
+
+def flat(gradients):
+    return torch.cat([g.flatten() for g in gradients])
+
+
+def sampled_gradients(model, n_batches, n=256, **options):
+    """Ascent directions of the encoder, one row per batch of n draws for the same x."""
+    rows = []
+    for seed in range(n_batches):
+        torch.manual_seed(seed)
+        noise = torch.rand(n, *model.noise_shape)
+        loss, _ = model(example(n), BETA, noise=noise, **options)
+        rows.append(-flat(torch.autograd.grad(loss, list(model.encoder.parameters()))))
+    return torch.stack(rows)
+
+
+def assert_unbiased(gradients, exact, slack=0.0):
+    error = gradients.std(dim=0) / len(gradients) ** 0.5
+    assert ((gradients.mean(dim=0) - exact).abs() < 5 * error + slack + 1e-5).all()
+    assert error.norm() < 0.1 * exact.norm()  # sharp enough to fail
+
+
+@pytest.mark.parametrize("kind", ("ar", "na"))
+def test_rloo_is_unbiased_and_so_is_its_analytic_kl(kind):
+    encoder, decoder = networks(kind)
+    model = RLOO(encoder, decoder, n_samples=4)
+    assert_unbiased(sampled_gradients(model, 60), exact_gradient(encoder, decoder))
+
+
+@pytest.mark.parametrize("kind", ("ar", "na"))
+def test_daps_tends_to_the_gradient_of_the_elbo_as_eta_grows(kind):
+    encoder, decoder = networks(kind)
+    model = DAPS(encoder, decoder, n_samples=32, eta_update="gradient")
+    model.noise_shape, eta = (32, B), 1e3
+    model.log_eta.data.fill_(math.log(eta))
+    gradients = sampled_gradients(model, 60) * (eta + BETA) * 32 / 31
+    exact = exact_gradient(encoder, decoder)
+    assert_unbiased(gradients, exact, slack=0.02 * exact.abs().max())
+
+
+def test_the_estimators_rank_as_theory_says(capsys):
+    """By the table of `python baselines.py`: (bias, std) over the norm of the exact gradient."""
+    table = demo(n_draws=10_000)
+    assert len(capsys.readouterr().out.splitlines()) == len(table) + 2
+    for unbiased in ("rloo, K = 2", "rloo, K = 8", "daps, K = 8, eta = 1000"):
+        bias, std = table[unbiased]
+        assert bias < 3 * std / 100
+    for tau in ("1.0", "0.5"):
+        names = (
+            f"gumbel, tau = {tau}",
+            f"grmck, tau = {tau}, M = 10",
+            f"grmck, tau = {tau}, M = 100",
+        )
+        straight, few, many = (table[name] for name in names)
+        assert many[1] < few[1] < straight[1]  # Rao-Blackwell: less variance, the same mean
+        assert many[0] == pytest.approx(straight[0], abs=0.02)
+    assert table["reinmax, tau = 1.0"][0] < 0.3 * table["gumbel, tau = 1.0"][0]
+
+
+def test_gumbel_rao_with_one_sample_is_the_straight_through_gumbel_softmax():
+    encoder, decoder = networks("na")
+    moments = []
+    for model in (Relaxed(encoder, decoder, "gumbel"), Relaxed(encoder, decoder, "grmck", 1)):
+        gradients = sampled_gradients(model, 100, n=64)
+        moments.append((gradients.mean(dim=0), gradients.var(dim=0)))
+    (mean_a, var_a), (mean_b, var_b) = moments
+    error = ((var_a + var_b) / 100).sqrt()
+    assert ((mean_a - mean_b).abs() < 5 * error + 1e-6).all()
+    assert var_a.sum().item() == pytest.approx(var_b.sum().item(), rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ("ar", "na"))
+@pytest.mark.parametrize("estimator", ("gumbel", "grmck", "reinmax"))
+def test_relaxed_codes_are_one_hot_and_drawn_from_q(kind, estimator):
+    encoder, decoder = networks(kind)
+    model = Relaxed(encoder, decoder, estimator, mc_samples=2)
+    seen = []
+    whole = encoder.relaxed
+    encoder.relaxed = lambda *call: seen.append(whole(*call)) or seen[-1]
+    torch.manual_seed(0)
+    n = 20_000
+    with torch.no_grad():
+        model(example(n), BETA, noise=torch.rand(n, *model.noise_shape))
+        y = seen[0][0]  # (n, B, V)
+        assert torch.allclose(y.max(dim=-1).values, torch.ones(n, B), atol=1e-5)
+        z = y.argmax(dim=-1)
+        index = (z * torch.tensor([V * V, V, 1])).sum(dim=1)
+        counts = torch.bincount(index, minlength=len(CODES))
+        _, log_q = encoder(example(1), 1, torch.zeros(1, 1, B))
+        patches = encoder.patch_encoder(example(1))
+        if kind == "na":
+            logits = encoder.head(patches).unsqueeze(1).expand(-1, len(CODES), -1, -1)
+        else:
+            logits = encoder.logits(patches, CODES.unsqueeze(0))
+        p = token_log_prob(logits, CODES.unsqueeze(0)).sum(dim=-1)[0].exp()
+    chi_square = ((counts - n * p) ** 2 / (n * p)).sum().item()
+    assert chi_square < 103.4  # 0.999 quantile, 63 degrees of freedom
+
+
+@pytest.mark.parametrize("kind", ("ar", "na"))
+def test_the_relaxed_kl_is_that_of_the_encoder(kind):
+    encoder, decoder = networks(kind)
+    model = Relaxed(encoder, decoder, "gumbel")
+    torch.manual_seed(0)
+    noise = torch.rand(1, *model.noise_shape)
+    _, metrics = model(example(1), BETA, noise=noise)
+    y, _ = encoder.relaxed(example(1), lambda logits, t: gumbel_softmax(logits, noise[:, t], 1.0))
+    expected = encoder.kl(example(1), y.argmax(dim=-1))
+    assert metrics["kl"].item() == pytest.approx(expected.item(), abs=1e-4)
+
+
+# conditional Gumbels
+
+
+def test_the_given_token_wins_every_conditional_draw():
+    torch.manual_seed(0)
+    log_p = (3 * torch.randn(50, 7)).log_softmax(-1)
+    z = torch.randint(7, (50,))
+    perturbed = conditional_gumbels(log_p, z, exponential(torch.rand(200, 50, 7)))
+    assert (perturbed.argmax(dim=-1) == z).all()
+
+
+def test_conditional_gumbels_have_the_moments_of_rejection_sampling():
+    torch.manual_seed(0)
+    log_p = torch.tensor([0.1, 0.6, 0.3]).log()
+    free = log_p - exponential(torch.rand(400_000, 3)).log()
+    for z in range(3):
+        kept = free[free.argmax(dim=-1) == z]
+        e = exponential(torch.rand(len(kept), 3))
+        ours = conditional_gumbels(log_p, torch.tensor(z), e)
+        error = 5 * kept.std(dim=0) / len(kept) ** 0.5
+        assert ((ours.mean(dim=0) - kept.mean(dim=0)).abs() < 2**0.5 * error).all()
+        torch.testing.assert_close(ours.var(dim=0), kept.var(dim=0), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("relax", (gumbel_softmax, reinmax, gumbel_rao))
+def test_relaxations_are_finite_for_extreme_logits_and_noise(relax):
+    logits = torch.randn(4, 1024) * 50
+    logits[0], logits[1, 0] = 0.0, 50.0
+    logits.requires_grad_()
+    mc = 3 if relax is gumbel_rao else 0
+    u = torch.rand(4, (mc + 1) * 1024)
+    u[:, ::7], u[:, ::11] = 0.0, 1 - 2**-24
+    y = relax(logits, u, 0.1, mc) if mc else relax(logits, u, 0.1)
+    (y * torch.randn(4, 1024)).sum().backward()
+    assert y.isfinite().all() and logits.grad.isfinite().all()
+
+
+# quantisation, against PyPI's vector-quantize-pytorch
+
+
+def vector_encoder(dim, vocab_size=256):
+    torch.manual_seed(0)
+    return VectorEncoder(X_SHAPE, B, vocab_size, 8, 2, 1, 2, dim)
+
+
+@pytest.mark.parametrize("levels", ([8, 8, 4], [8, 8, 8], [8, 8, 4, 4], [7, 5, 5]))
+def test_fsq_agrees_with_an_independent_implementation(levels):
+    other = pytest.importorskip("vector_quantize_pytorch").FSQ(levels)
+    ours = FSQ(vector_encoder(len(levels), math.prod(levels)), None, levels, 8)
+    h = 3 * torch.randn(64, 5, len(levels))
+    a, b = h.clone().requires_grad_(), h.clone().requires_grad_()
+    z, numbers = ours.quantise(a)
+    expected_numbers, expected_z = other(b)
+    assert torch.equal(z, expected_z.long())
+    torch.testing.assert_close(numbers, expected_numbers)
+    weight = torch.randn_like(numbers)
+    (numbers * weight).sum().backward()
+    (expected_numbers * weight).sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("levels", ([8, 8, 4], [8, 8, 4, 4], [3, 5]))
+def test_fsq_tokens_round_trip(levels):
+    n = math.prod(levels)
+    model = FSQ(vector_encoder(len(levels), n), None, levels, 8)
+    digits = torch.arange(n).unsqueeze(-1) // model.basis % model.levels
+    numbers = (digits - model.levels // 2) / (model.levels // 2)
+    half = (model.levels - 1) * (1 + 1e-3) / 2
+    offset = torch.where(model.levels % 2 == 0, 0.5, 0.0)
+    inside = ((numbers * (model.levels // 2) + offset) / half).clamp(-1 + 1e-6, 1 - 1e-6)
+    h = inside.atanh() - (offset / half).atanh()
+    z, again = model.quantise(h)
+    assert torch.equal(z, torch.arange(n))
+    torch.testing.assert_close(again, numbers)
+    torch.testing.assert_close(model.project(again), model.vectors(z))
+
+
+def test_levels_that_do_not_make_the_vocabulary_are_refused():
+    with pytest.raises(ValueError, match="fsq_levels"):
+        FSQ(vector_encoder(2), None, [8, 8], 8)
+
+
+def test_vqvae_agrees_with_an_independent_implementation():
+    """Codes, straight-through gradient and one step of the running means. Conventions differ: the
+    commitment term is a mean there and a sum over a code here, as in the paper; and the library's
+    default gradient is the rotation trick, which is switched off."""
+    library = pytest.importorskip("vector_quantize_pytorch")
+    options = dict(dim=8, codebook_size=16, decay=0.9, kmeans_init=False, threshold_ema_dead_code=0)
+    other = library.VectorQuantize(**options, rotation_trick=False)
+    encoder = vector_encoder(8, 16)
+    ours = VQVAE(encoder, MLPDecoder(X_SHAPE, B, 0, 8), 8, decay=0.9)
+    ours.codebook.copy_(other._codebook.embed[0])
+    ours.total.copy_(other._codebook.embed_avg[0])
+    ours.count.copy_(other._codebook.cluster_size[0])
+    h = 2 * torch.randn(32, 10, 8)
+    z, e = ours.quantise(h)
+    other.eval()
+    expected, expected_z, _ = other(h)
+    assert torch.equal(z, expected_z)
+    torch.testing.assert_close(e, expected)
+    other.train()
+    a = h.clone().requires_grad_()
+    quantised, _, _ = other(a)
+    weight = torch.randn(32, 10, 8)
+    (quantised * weight).sum().backward()
+    b = h.clone().requires_grad_()
+    ((b + (ours.quantise(b)[1] - b).detach()) * weight).sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+    ours.absorb(h.flatten(0, 1), 0.9)
+    torch.testing.assert_close(ours.count, other._codebook.cluster_size[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.total, other._codebook.embed_avg[0], rtol=1e-4, atol=1e-4)
+
+
+def test_vqvae_starts_by_k_means_and_revives_dead_codes():
+    model = VQVAE(vector_encoder(8, 64), MLPDecoder(X_SHAPE, B, 0, 8), 8)
+    torch.manual_seed(0)
+    centres = 10 * torch.randn(16, 8)
+    h = (centres[torch.randint(16, (2000,))] + 0.1 * torch.randn(2000, 8)).float()
+    for _ in range(20):
+        model.update(h, torch.rand(2000))
+    nearest = torch.cdist(h, model.codebook).min(dim=1).values
+    assert (nearest < 1).float().mean() > 0.9
+    model.codebook[3], model.total[3], model.count[3] = 1e3, 0.0, 0.0
+    model.update(h, torch.rand(2000))
+    assert model.codebook[3].norm() < 100
+
+
+def test_vqvae_by_gradient_has_the_paper_s_three_terms():
+    encoder = vector_encoder(8, 16)
+    model = VQVAE(encoder, MLPDecoder(X_SHAPE, B, 0, 8), 8, commitment=0.25, ema=False)
+    x = example(5)
+    loss, metrics = model(x, 0.0)
+    h = encoder(x)
+    _, e = model.quantise(h)
+    distance = (h - e).square().sum(dim=(1, 2)).mean()
+    log_px = model.decoder.log_prob(x, e.unsqueeze(1)).mean()
+    torch.testing.assert_close(loss, 1.25 * distance - log_px)
+    loss.backward()
+    assert model.codebook.grad.abs().sum() > 0
+
+
+# the others
+
+
+def test_ppo_on_its_first_epoch_has_the_gradient_of_a_policy_gradient_and_then_clips():
+    encoder, decoder = networks("ar")
+    model = PPO(encoder, decoder, width=8, n_samples=4)
+    torch.manual_seed(0)
+    noise = torch.rand(64, *model.noise_shape)
+    loss, metrics = model(example(64), 0.0, noise=noise)
+    assert metrics["clipped"] == 0
+    ours = flat(torch.autograd.grad(loss, list(encoder.parameters())))
+    _, log_q = encoder(example(64), 4, noise)
+    plain = -(model.advantage * log_q).mean()
+    torch.testing.assert_close(ours, flat(torch.autograd.grad(plain, list(encoder.parameters()))))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for epoch in range(8):
+        loss, metrics = model(example(64), 0.0, noise=noise, epoch=epoch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert metrics["clipped"] > 0.05  # the clip is not idle
+
+
+def test_the_gaussian_vae_has_the_kl_and_the_bits_it_should():
+    model = Gaussian(
+        VectorEncoder((1, 28, 28), 8, 256, 8, 2, 1, 2, 8), MLPDecoder((1, 28, 28), 8, 0, 8), 8
+    )
+    assert model.dim == 2  # 64 bits are two float32 numbers
+    x = torch.rand(5, 1, 28, 28).round()
+    mean, log_std = model.moments(x)
+    q = torch.distributions.Normal(mean, log_std.exp())
+    expected = torch.distributions.kl_divergence(q, torch.distributions.Normal(0.0, 1.0)).sum(1)
+    torch.testing.assert_close(model.kl(x, None), expected)
+    z = torch.stack([model.encode(x, torch.rand(5, 1, 8)) for _ in range(4000)])
+    torch.testing.assert_close(z.mean(dim=0), mean, atol=0.1, rtol=0.05)
+    torch.testing.assert_close(z.std(dim=0), log_std.exp(), atol=0.05, rtol=0.05)
