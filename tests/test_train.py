@@ -2,6 +2,7 @@
 
 import glob
 import json
+import math
 import os
 import random
 import re
@@ -84,7 +85,8 @@ def test_every_method_trains_resumes_exactly_and_is_evaluated(method, tmp_path):
     output = succeed("train.py", *settings, f"--out_dir={whole}")
     assert method in output.splitlines()[-2]  # the table
     score = [row["reward"] for row in log_rows(whole) if row["split"] == "train"]
-    assert sum(score[-5:]) / 5 > score[0] + 200  # from 28 * 28 * log(1/2)
+    untrained = 28 * 28 * math.log(0.5)
+    assert sum(score[-5:]) / 5 > untrained + 250
     assert {"reconstructions.png", "samples.png", "curves.png"} < set(os.listdir(whole))
     assert (whole / "codes.png").exists() == (method != "gaussian")
     process = start("train.py", *settings, f"--out_dir={parts}")
@@ -200,7 +202,7 @@ def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run(tmp_p
     ),
 )
 def test_two_processes_train_the_same_parameters_as_one(tmp_path, choice):
-    settings = (*TINY, "--max_steps=5", "--eval_interval=5", choice)
+    settings = (*TINY, "--max_steps=5", "--eval_interval=5", "--lr=1e-3", choice)
     succeed("train.py", *settings, f"--out_dir={tmp_path / 'one'}")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     output = succeed(*torchrun, "train.py", *settings, f"--out_dir={tmp_path / 'two'}")
@@ -209,8 +211,8 @@ def test_two_processes_train_the_same_parameters_as_one(tmp_path, choice):
     for name, p in one["model"].items():
         torch.testing.assert_close(two["model"][name], p, atol=1e-5, rtol=0, msg=name)
     for a, b in zip(*(log_rows(tmp_path / d) for d in ("one", "two")), strict=True):
-        assert a.pop("split") == b.pop("split")
-        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+        a, b = ({k: v for k, v in row.items() if isinstance(v, float)} for row in (a, b))
+        assert len(a) >= 4 and a == pytest.approx(b, rel=1e-4, abs=1e-5)
 
 
 def test_a_run_can_be_resumed_with_another_number_of_processes(tmp_path):
