@@ -261,6 +261,8 @@ def write(path, content):
             os.fsync(file.fileno())
         os.replace(f"{path}.tmp", path)
     except (OSError, RuntimeError) as fault:  # torch.save turns a full disk into a RuntimeError
+        if os.path.exists(f"{path}.tmp"):
+            os.remove(f"{path}.tmp")
         die(f"{path} could not be written ({fault}); what was there before is untouched")
 
 

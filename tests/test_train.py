@@ -173,6 +173,7 @@ def test_a_checkpoint_cut_short_never_replaces_a_good_one(
     assert done.returncode == ends_with
     assert message in done.stderr and done.stderr.count("\n") <= 1
     assert load_checkpoint(out_dir / "last.pt")["step"] == 4
+    assert (out_dir / "last.pt.tmp").exists() == (fault == KILL)  # a full disk gets its room back
     succeed("train.py", *arguments, "--resume=True")
     assert_same_run(out_dir, finished_run)
 
