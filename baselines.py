@@ -235,8 +235,9 @@ class FSQ(Quantised):
 
     def __init__(self, encoder, decoder, levels, width):
         super().__init__(encoder, decoder)
-        if math.prod(levels) != encoder.vocab_size:
-            raise ValueError(f"fsq_levels {levels} make {math.prod(levels)} values, not vocab_size")
+        if math.prod(levels) != encoder.vocab_size or min(levels) < 2:
+            wanted = f"at least 2 each, with the product vocab_size = {encoder.vocab_size}"
+            raise ValueError(f"fsq_levels is {levels}, must be {wanted}")
         self.register_buffer("levels", torch.tensor(levels), persistent=False)
         basis = torch.tensor([1, *levels[:-1]]).cumprod(0)
         self.register_buffer("basis", basis, persistent=False)

@@ -7,11 +7,25 @@ import sys
 import pytest
 import torch
 
+from models import OnePassEncoder, token_log_prob
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = ("--batch_size=16", "--n_samples=4", "--vocab_size=32", "--width=32", "--max_steps=12")
 TINY += ("--eval_interval=4", "--log_interval=1", "--warmup_steps=2")
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
 torch.set_num_threads(1)
+
+
+def log_prob_of_all(encoder, x, codes):
+    """log q(z|x) of one x (1, ...) for every row of codes (M, B): (M,), with gradient."""
+    patches = encoder.patch_encoder(x)
+    if isinstance(encoder, OnePassEncoder):
+        logits = encoder.head(patches).unsqueeze(1).expand(-1, len(codes), -1, -1)
+    else:
+        logits = encoder.logits(patches, codes.unsqueeze(0))
+    return token_log_prob(logits, codes.unsqueeze(0)).sum(dim=-1)[0]
 
 
 def environment(**extra):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from conftest import log_prob_of_all
 
 from baselines import (
     FSQ,
@@ -21,7 +22,7 @@ from baselines import (
     reinmax,
 )
 from daps import DAPS
-from models import AutoregressiveEncoder, MLPDecoder, OnePassEncoder, VectorEncoder, token_log_prob
+from models import AutoregressiveEncoder, MLPDecoder, OnePassEncoder, VectorEncoder
 
 X_SHAPE, B, V, BETA = (1, 4, 6), 3, 4, 0.5
 CODES = torch.tensor(list(itertools.product(range(V), repeat=B)))  # (64, B)
@@ -46,13 +47,8 @@ def example(n):
 def exact_gradient(encoder, decoder):
     """Of the beta-ELBO of one x, over all 64 codes, by the encoder's parameters."""
     x = example(1)
-    patches = encoder.patch_encoder(x)
-    if isinstance(encoder, OnePassEncoder):
-        logits = encoder.head(patches).unsqueeze(1).expand(-1, len(CODES), -1, -1)
-    else:
-        logits = encoder.logits(patches, CODES.unsqueeze(0))
-    log_q = token_log_prob(logits, CODES.unsqueeze(0)).sum(dim=-1)  # (1, 64)
-    log_px = decoder.log_prob(x, CODES.unsqueeze(0)).detach()
+    log_q = log_prob_of_all(encoder, x, CODES)  # (64,)
+    log_px = decoder.log_prob(x, CODES.unsqueeze(0)).detach()[0]
     elbo = (log_q.exp() * (log_px - BETA * (log_q + B * math.log(V)))).sum()
     return flat(torch.autograd.grad(elbo, list(encoder.parameters())))
 
@@ -144,13 +140,7 @@ def test_relaxed_codes_are_one_hot_and_drawn_from_q(kind, estimator):
         z = y.argmax(dim=-1)
         index = (z * torch.tensor([V * V, V, 1])).sum(dim=1)
         counts = torch.bincount(index, minlength=len(CODES))
-        _, log_q = encoder(example(1), 1, torch.zeros(1, 1, B))
-        patches = encoder.patch_encoder(example(1))
-        if kind == "na":
-            logits = encoder.head(patches).unsqueeze(1).expand(-1, len(CODES), -1, -1)
-        else:
-            logits = encoder.logits(patches, CODES.unsqueeze(0))
-        p = token_log_prob(logits, CODES.unsqueeze(0)).sum(dim=-1)[0].exp()
+        p = log_prob_of_all(encoder, example(1), CODES).exp()
     chi_square = ((counts - n * p) ** 2 / (n * p)).sum().item()
     assert chi_square < 103.4  # 0.999 quantile, 63 degrees of freedom
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from conftest import log_prob_of_all
 
 from models import (
     AutoregressiveEncoder,
@@ -63,14 +64,9 @@ def test_codes_that_hold_token_0_have_the_probability_they_are_drawn_with(kind):
     """All codes of B = 2, V = 3: probabilities sum to one and match the sampled frequencies."""
     model = encoder(kind, n_tokens=2, vocab_size=3)
     x = torch.rand(1, *X_SHAPE)
-    codes = torch.tensor(list(itertools.product(range(3), repeat=2))).unsqueeze(0)  # (1, 9, 2)
+    codes = torch.tensor(list(itertools.product(range(3), repeat=2)))  # (9, 2)
     with torch.no_grad():
-        patches = model.patch_encoder(x)
-        if kind == "one pass":
-            logits = model.head(patches).unsqueeze(1).expand(-1, 9, -1, -1)
-        else:
-            logits = model.logits(patches, codes)
-        p = token_log_prob(logits, codes).sum(-1).exp()[0]
+        p = log_prob_of_all(model, x, codes).exp()
         assert p.sum().item() == pytest.approx(1, abs=1e-5)
         n = 40_000
         noise = torch.rand(1, n, 2, generator=torch.Generator().manual_seed(1))
@@ -89,12 +85,7 @@ def test_kl_is_exact_when_averaged_over_all_codes(kind):
     x = torch.rand(1, *X_SHAPE)
     codes = torch.tensor(list(itertools.product(range(3), repeat=3)))  # (27, 3)
     with torch.no_grad():
-        patches = model.patch_encoder(x)
-        if kind == "one pass":
-            logits = model.head(patches).unsqueeze(1).expand(-1, 27, -1, -1)
-        else:
-            logits = model.logits(patches, codes.unsqueeze(0))
-        log_q = token_log_prob(logits, codes.unsqueeze(0)).sum(-1)[0]  # (27,)
+        log_q = log_prob_of_all(model, x, codes)  # (27,)
         exact = (log_q.exp() * (log_q + 3 * math.log(3))).sum()
         along = model.kl(x.expand(27, -1, -1, -1), codes)  # (27,)
     assert (log_q.exp() * along).sum().item() == pytest.approx(exact.item(), abs=1e-5)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run, start, succeed
+from conftest import ROOT, TINY, TORCHRUN, run, start, succeed
 
 from configurator import read_config
 from eval import METHODS, load_checkpoint
@@ -205,8 +205,7 @@ def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run(tmp_p
 def test_two_processes_train_the_same_parameters_as_one(tmp_path, choice):
     settings = (*TINY, "--max_steps=5", "--eval_interval=5", "--lr=1e-3", choice)
     succeed("train.py", *settings, f"--out_dir={tmp_path / 'one'}")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    output = succeed(*torchrun, "train.py", *settings, f"--out_dir={tmp_path / 'two'}")
+    output = succeed(*TORCHRUN, "train.py", *settings, f"--out_dir={tmp_path / 'two'}")
     assert "8 for each of 2 processes" in output
     one, two = (load_checkpoint(tmp_path / d / "last.pt") for d in ("one", "two"))
     for name, p in one["model"].items():
@@ -219,11 +218,10 @@ def test_two_processes_train_the_same_parameters_as_one(tmp_path, choice):
 def test_a_run_can_be_resumed_with_another_number_of_processes(tmp_path):
     settings = (*TINY, "--max_steps=6", "--eval_interval=3", "--lr=1e-3")
     command = ("train.py", *settings, f"--out_dir={tmp_path / 'two'}")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     succeed("train.py", *settings, f"--out_dir={tmp_path / 'one'}")
     done = run("-c", FAULTY_SAVE.replace("FAULT", KILL), *command)  # dies in its fourth save
     assert done.returncode == -signal.SIGKILL
-    assert "resumed at step 3" in succeed(*torchrun, *command, "--resume=True")
+    assert "resumed at step 3" in succeed(*TORCHRUN, *command, "--resume=True")
     one, two = (load_checkpoint(tmp_path / d / "last.pt") for d in ("one", "two"))
     assert two["step"] == 6
     for name, p in one["model"].items():
@@ -248,9 +246,8 @@ def test_compiled_processes_train_as_one_eager_process_does(tmp_path):
     """On the CPU. Few tokens: the sampler's loop is unrolled, and compiling takes its time."""
     settings = (*TINY, "--n_tokens=2", "--max_steps=3", "--eval_interval=3")
     succeed("train.py", *settings, f"--out_dir={tmp_path / 'eager'}")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     compiled = ("train.py", *settings, "--use_compile=True", f"--out_dir={tmp_path / 'compiled'}")
-    succeed(*torchrun, *compiled)
+    succeed(*TORCHRUN, *compiled)
     rows = zip(*(log_rows(tmp_path / d) for d in ("eager", "compiled")), strict=True)
     for i, (a, b) in enumerate(rows):
         assert a.pop("split") == b.pop("split")
@@ -366,9 +363,10 @@ def test_a_resume_from_a_damaged_checkpoint_is_refused(finished_run, tmp_path, c
 
 
 def test_fsq_levels_that_do_not_make_the_vocabulary_are_refused(tmp_path):
-    arguments = ("--method=fsq", "--fsq_levels=8 8", f"--out_dir={tmp_path / 'run'}")
-    refuse(*TINY, *arguments, match=("fsq_levels", "vocab_size"))
-    assert not os.listdir(tmp_path / "run")
+    for levels in ("8 8", "8 4 x"):
+        arguments = ("--method=fsq", f"--fsq_levels={levels}", f"--out_dir={tmp_path / 'run'}")
+        refuse(*TINY, *arguments, match=("fsq_levels", "vocab_size"))
+        assert not os.listdir(tmp_path / "run")
 
 
 def test_an_out_dir_that_cannot_be_written_is_refused(tmp_path):
