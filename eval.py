@@ -22,7 +22,8 @@ from daps import DAPS
 from data import VAL_NOISE, load_dataset, uniform_noise
 from models import AutoregressiveEncoder, MLPDecoder, OnePassEncoder, VectorEncoder
 
-CHECKPOINT_KEYS = {"model", "optimizer", "config", "x_shape", "step", "best", "skipped", "seconds"}
+CHECKPOINT_KEYS = {"model", "optimizer", "config", "x_shape"}
+CHECKPOINT_KEYS |= {"step", "best", "skipped", "seconds", "memory"}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -41,6 +42,7 @@ METHODS = {  # from networks e, d and settings s
     "gaussian": lambda e, d, s: Gaussian(e, d, s["width"]),
 }
 METHODS |= {f"{name}_na": METHODS[name] for name in ("daps", "gumbel", "grmck", "rloo")}
+AUTOREGRESSIVE = ("daps", "gumbel", "grmck", "rloo", "ppo")  # the others see x in one pass
 VECTORS = ("vqvae", "fsq", "gaussian")  # methods whose encoder gives vectors, not logits
 
 
@@ -64,10 +66,10 @@ def build_model(config, x_shape):
     if method in VECTORS:
         dim = len(fsq_levels(config)) if method == "fsq" else width
         encoder = VectorEncoder(x_shape, **size, dim=dim)
-    elif method.endswith("_na"):
-        encoder = OnePassEncoder(x_shape, **size)
-    else:
+    elif method in AUTOREGRESSIVE:
         encoder = AutoregressiveEncoder(x_shape, **size, aligned=config["aligned"])
+    else:
+        encoder = OnePassEncoder(x_shape, **size)
     vocab_size = 0 if method in VECTORS else config["vocab_size"]
     decoder = MLPDecoder(x_shape, config["n_tokens"], vocab_size, width)
     model = METHODS[method](encoder, decoder, config)
@@ -99,7 +101,7 @@ def load(out_dir, checkpoint="best", device="cpu"):
         model.load_state_dict(state["model"])
     except (KeyError, RuntimeError, TypeError, ValueError):
         raise ValueError(f"{path}: settings and parameters do not fit this version") from None
-    model.config = state["config"] | {key: state[key] for key in ("step", "seconds")}
+    model.config = state["config"] | {key: state[key] for key in ("step", "seconds", "memory")}
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -308,7 +310,8 @@ def draw_plot(title, lines, y_range=None, log_scale=False, size=(420, 300)):
 
 
 def draw_curves(out_dirs):
-    """Validation beta-ELBO, PSNR and KL, training ESS and eta over steps, of one or more runs."""
+    """Validation beta-ELBO (log p(x|z) where there is no KL), PSNR and KL, training ESS and eta
+    over steps, of one or more runs."""
     panels = (  # title, where it is logged, and how the axis is cut
         ("validation beta-ELBO", "val", "beta_elbo", {}),
         ("validation PSNR (dB)", "val", "psnr", {}),
@@ -317,6 +320,8 @@ def draw_curves(out_dirs):
         ("eta (log scale)", "train", "eta", {"log_scale": True}),
     )
     logs = [read_log(out_dir) for out_dir in out_dirs]
+    for row in (row for log in logs for row in log if row.get("kl", 0) is None):
+        row["beta_elbo"] = row["log_px"]
     page = Image.new("RGB", (3 * 420, 2 * 300), PAPER)
     for i, (title, split, key, options) in enumerate(panels):
         lines = [
@@ -375,6 +380,7 @@ def report(
             "decoder": decoder_size,
             "steps": config["step"],
             "s_per_step": config["seconds"] / config["step"],
+            "memory": config["memory"] or None,
         }
         with open(os.path.join(out_dir, "eval.json"), "w") as file:
             json.dump(row, file, indent=2)
@@ -413,6 +419,7 @@ def print_table(rows):
         "decoder": ("decoder", "{:,}"),
         "steps": ("steps", "{:,}"),
         "s/step": ("s_per_step", "{:.3f}"),
+        "MiB": ("memory", "{:,.0f}"),
     }
     table = [list(columns)]
     for row in rows:

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from configurator import configure, die
 from data import DATA_DIR, DATASETS, TRAIN_NOISE, DataError, load_dataset, uniform_noise
 from eval import (
+    AUTOREGRESSIVE,
     METHODS,
     build_model,
     check_device,
@@ -35,6 +36,11 @@ from eval import (
     read_log,
     report,
 )
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 # ---------------------------------------------------------------------------------------------
 # Settings. Files and --key=value on the command line override them; --help lists them.
@@ -106,6 +112,11 @@ for key, fine, wanted in (
     ),
     ("n_layers", n_layers >= 1, "at least 1"),
     ("mlp_ratio", mlp_ratio >= 1, "at least 1"),
+    (
+        "aligned",
+        aligned or method in AUTOREGRESSIVE,
+        f"True for {method}: in one pass, token t always sees patch t",
+    ),
     ("n_samples", n_samples >= 2, "at least 2: codes are compared"),
     ("ess_target", 0 < ess_target <= 1, "in (0, 1]"),
     ("eta_update", eta_update in ("solve", "gradient"), "solve or gradient"),
@@ -218,7 +229,7 @@ optimizer = torch.optim.AdamW(
     lr=lr,
     fused=True,
 )
-progress = {"step": 0, "best": -math.inf, "skipped": 0, "seconds": 0.0}
+progress = {"step": 0, "best": -math.inf, "skipped": 0, "seconds": 0.0, "memory": 0.0}
 if checkpoint:
     try:
         raw_model.load_state_dict(checkpoint["model"])
@@ -264,6 +275,16 @@ def write(path, content):
         if os.path.exists(f"{path}.tmp"):
             os.remove(f"{path}.tmp")
         die(f"{path} could not be written ({fault}); what was there before is untouched")
+
+
+def peak_memory():
+    """The most that the GPU, or else this process, has held so far, in MiB; 0 if not known."""
+    if device_type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    if not resource:
+        return 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes there, KiB elsewhere
 
 
 def save(path):
@@ -365,6 +386,7 @@ while step < max_steps:
     evaluating = step % eval_interval == 0 or step == max_steps
     if evaluating or stop:
         progress["seconds"] += time.perf_counter() - started
+        progress["memory"] = max(progress["memory"], peak_memory())
         if evaluating:
             val, _ = evaluate(raw_model, data, beta_final, batch_size, device)
             if chief:

@@ -1,5 +1,6 @@
 """eval.py: metrics with known answers, pictures, tables, and models from checkpoints."""
 
+import glob
 import json
 import math
 import os
@@ -7,11 +8,23 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, run, succeed
+from conftest import ROOT, TINY, run, succeed
 from PIL import Image
 
+from configurator import read_config
 from data import Dataset, load_dataset
-from eval import build_model, evaluate, load, load_checkpoint, log_ticks, ticks
+from eval import (
+    COLOURS,
+    METHODS,
+    build_model,
+    draw_curves,
+    evaluate,
+    load,
+    load_checkpoint,
+    log_ticks,
+    n_parameters,
+    ticks,
+)
 
 X_SHAPE = (1, 28, 28)
 
@@ -156,6 +169,26 @@ def test_build_model_follows_the_settings(finished_run):
     config = config | {"method": "daps_na", "n_samples": 3}
     model = build_model(config, X_SHAPE)
     assert type(model.encoder).__name__ == "OnePassEncoder" and model.n_samples == 3
+
+
+def test_the_models_of_all_methods_are_of_one_size(finished_run):
+    """All MNIST configs have the same bits, and totals of parameters within 5 % of DAPS."""
+    defaults, totals = load(finished_run).config, {}
+    for path in glob.glob(os.path.join(ROOT, "config", "mnist_*.py")):
+        config = defaults | {key: value for key, value, _ in read_config(path)}
+        assert config["n_tokens"] * math.log2(config["vocab_size"]) == 64
+        totals[config["method"]] = sum(n_parameters(build_model(config, X_SHAPE)))
+    assert totals.keys() == METHODS.keys()
+    for method, total in totals.items():
+        assert total == pytest.approx(totals["daps"], rel=0.05), method
+
+
+def test_curves_of_a_method_without_a_kl_show_its_likelihood(tmp_path):
+    rows = [{"step": i, "split": "val", "beta_elbo": None, "kl": None} for i in (1, 2)]
+    lines = [json.dumps(row | {"log_px": -row["step"], "psnr": row["step"]}) for row in rows]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    panel = draw_curves([tmp_path]).crop((0, 0, 420, 300))
+    assert COLOURS[0] in {colour for _, colour in panel.getcolors(10_000)}
 
 
 def test_ticks_are_round_numbers_inside_the_range():

@@ -296,6 +296,13 @@ def test_a_bad_setting_is_refused_in_one_line(argument, tmp_path):
     assert not out_dir.exists() or not os.listdir(out_dir)
 
 
+def test_an_autoregressive_option_is_refused_where_codes_are_written_in_one_pass(tmp_path):
+    out_dir = f"--out_dir={tmp_path / 'run'}"
+    for method in ("daps_na", "vqvae"):
+        words = ("aligned is False", "must be True", method)
+        refuse(out_dir, f"--method={method}", "--aligned=False", match=words)
+
+
 @pytest.mark.parametrize(
     "text, match",
     [
