@@ -189,9 +189,24 @@ def test_relaxations_are_finite_for_extreme_logits_and_noise(relax):
     mc = 3 if relax is gumbel_rao else 0
     u = torch.rand(4, (mc + 1) * 1024)
     u[:, ::7], u[:, ::11] = 0.0, 1 - 2**-24
-    y = relax(logits, u, 0.1, mc) if mc else relax(logits, u, 0.1)
+    y = relax(logits, u, torch.tensor(0.1))
     (y * torch.randn(4, 1024)).sum().backward()
     assert y.isfinite().all() and logits.grad.isfinite().all()
+
+
+def test_the_gradient_of_gumbel_rao_is_that_of_its_average_of_softmaxes():
+    torch.manual_seed(0)
+    logits, u, tau = torch.randn(5, 7, requires_grad=True), torch.rand(5, 4 * 7), torch.tensor(0.6)
+    weights = torch.randn(5, 7)
+    y = gumbel_rao(logits, u, tau)
+    (ours,) = torch.autograd.grad((y * weights).sum(), logits)
+    e = exponential(u[:, 7:]).view(5, 3, 7).transpose(0, 1)  # (M, 5, 7)
+    with torch.no_grad():
+        log_p = logits.log_softmax(dim=-1)
+        shift = conditional_gumbels(log_p, y.argmax(dim=-1), e) - logits
+    average = ((logits + shift) / tau).softmax(dim=-1).mean(dim=0)
+    (plain,) = torch.autograd.grad((average * weights).sum(), logits)
+    torch.testing.assert_close(ours, plain)
 
 
 # quantisation, against PyPI's vector-quantize-pytorch
