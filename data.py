@@ -3,69 +3,170 @@
 Batches and noise are drawn for the whole (global) batch, of which each process keeps its share:
 example i of step t and its noise are the same whatever the number of processes.
 
-    glyphs  letters and digits drawn on the spot with Pillow's built-in font; no network, no files
-    mnist   the four IDX files, from data_dir/mnist or downloaded there
+    glyphs    letters and digits drawn on the spot with Pillow's built-in font; no network, no files
+    mnist     the four IDX files, from data_dir/mnist or downloaded there
+    cifar10   the official binary archive, from data_dir/cifar10 or downloaded there
+    imagenet  train/<class>/*.JPEG and val/<class>/*.JPEG, in data_dir/imagenet or in data_dir
+              itself; or any folder of images
+
+Images in colour are standardised per channel by the training set; binary ones stay 0 and 1.
 """
 
 import functools
 import gzip
 import hashlib
+import json
 import math
 import os
+import signal
 import string
 import struct
+import sys
+import tarfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import requests
 import torch
-from PIL import Image, ImageDraw, ImageFilter, ImageFont
+from PIL import Image, ImageDraw, ImageFilter, ImageFont, ImageOps
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 DATA_DIR = os.environ.get("DAPS_DATA", "~/.cache/daps")
+CACHE_DIR = os.environ.get("DAPS_CACHE", "~/.cache/daps")  # what was computed once
 
 
 class DataError(ValueError):
     """Something is wrong with a data set; the message is one line that says what to do."""
 
 
+class Examples:
+    """What data sets share. They offer `name`, `shape` (what one x looks like to the networks),
+    `n_train`, `n_val`, `mean` and `std` (what x is standardised by), `workers` (whether reading is
+    work enough to share), train_batch and val_examples.
+    """
+
+    def train_batches(self, seed, first, last, batch_size, rank, world_size, n_workers):
+        """This rank's share of training batches first ... last - 1, read ahead by n_workers."""
+        batch = functools.partial(self.train_batch, seed, batch_size=batch_size)
+        batch = functools.partial(batch, rank=rank, world_size=world_size)
+        return read_ahead(batch, range(first, last), n_workers if self.workers else 0)
+
+    def val_batches(self, batch_size, rank=0, world_size=1, limit=0, n_workers=0):
+        """This rank's part of the validation set, or of `limit` examples of it, in batches: places
+        in that part, and x."""
+        index = self.val_index(limit)
+        index = index[share(len(index), rank, world_size)]
+        rows = torch.arange(len(index)).split(batch_size) if len(index) else ()
+        read = functools.partial(self.val_rows, index)
+        yield from read_ahead(read, rows, n_workers if self.workers else 0)
+
+    def val_index(self, limit=0):
+        """Which examples `limit` stands for: the first; 0 for all."""
+        return torch.arange(min(limit or self.n_val, self.n_val))
+
+    def val_rows(self, index, rows):
+        """Places among rows, and x, of what can be read."""
+        x, kept = self.val_examples(index[rows])
+        return rows[kept], x
+
+    def unit(self, x):
+        """Standardised x in units in which the range of the signal is 1: pixels in [0, 1]."""
+        return x * self.std.to(x.device) + self.mean.to(x.device)
+
+
+def read_ahead(read, keys, n_workers):
+    """read(key) for each key, in order, by processes that work ahead."""
+    if n_workers == 0:
+        return map(read, keys)
+    return iter(
+        DataLoader(
+            Reading(read),
+            batch_size=None,
+            sampler=keys,
+            num_workers=n_workers,
+            worker_init_fn=leave_interrupts_to_the_parent,
+            pin_memory=torch.cuda.is_available(),
+        )
+    )
+
+
 @dataclass
-class Dataset:
-    """Images as uint8 0/1, labels as uint8; `shape` is what one x looks like to the networks."""
+class Reading:
+    read: callable
+
+    def __getitem__(self, key):
+        return self.read(key)
+
+
+def leave_interrupts_to_the_parent(worker):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process in the terminal
+
+
+@dataclass
+class Dataset(Examples):
+    """Images in memory as uint8, of which `white` is the brightest value, and labels as uint8."""
 
     name: str
     x_train: torch.Tensor  # (n, C, height, width)
     y_train: torch.Tensor  # (n,)
     x_val: torch.Tensor
     y_val: torch.Tensor
+    white: int = 1
+    mean: torch.Tensor = field(default_factory=lambda: torch.tensor(0.0))  # of [0, 1] pixels
+    std: torch.Tensor = field(default_factory=lambda: torch.tensor(1.0))
+    workers = False
 
     @property
     def shape(self):
         return tuple(self.x_train.shape[1:])
 
+    @property
+    def n_train(self):
+        return len(self.x_train)
+
+    @property
+    def n_val(self):
+        return len(self.x_val)
+
+    def standardised(self, x):
+        return (x.float() / self.white - self.mean) / self.std
+
     def train_batch(self, seed, step, batch_size, rank=0, world_size=1):
         """This rank's share of training batch `step`: (batch_size / world_size, *shape) float32."""
-        index = train_indices(len(self.x_train), seed, step, batch_size)
-        return self.x_train[index[share(batch_size, rank, world_size)]].float()
+        index = train_indices(self.n_train, seed, step, batch_size)
+        return self.standardised(self.x_train[index[share(batch_size, rank, world_size)]])
 
-    def val_batches(self, batch_size, rank=0, world_size=1):
-        """This rank's part of the validation set, in order, in batches."""
-        for x in self.x_val[share(len(self.x_val), rank, world_size)].split(batch_size):
-            yield x.float()
+    def val_examples(self, index):
+        """Validation examples (n, *shape) float32, and which of the index they are: all."""
+        return self.standardised(self.x_val[index]), slice(None)
+
+    def key(self):
+        """Changes when the validation set does."""
+        return hashlib.sha256(self.x_val.numpy().tobytes()).hexdigest()[:16]
+
+    def input_scale(self):
+        """Mean and standard deviation of x as it is handed out."""
+        if self.white > 1:
+            return 0.0, 1.0
+        x = self.x_train[:10_000].float()
+        return x.mean().item(), x.std().item()
 
 
 @functools.lru_cache(maxsize=1)
-def load_dataset(name, data_dir=DATA_DIR):
+def load_dataset(name, data_dir=DATA_DIR, image_size=256):
+    """A data set by its name; image_size is for those whose images come in all sizes."""
     if name not in DATASETS:
         raise DataError(f'dataset is "{name}", must be one of: {", ".join(DATASETS)}')
-    return DATASETS[name](os.path.expanduser(data_dir))
+    options = {"image_size": image_size} if name == "imagenet" else {}
+    return DATASETS[name](os.path.expanduser(data_dir), **options)
 
 
 # ---------------------------------------------------------------------------------------------
 # batches and noise: pure functions of (seed, step) and the place in the global batch
 
-TRAIN_ORDER, TRAIN_NOISE, VAL_NOISE = range(3)  # streams of randomness that never meet
+TRAIN_ORDER, TRAIN_NOISE, VAL_NOISE, TRAIN_CROP = range(4)  # streams of randomness that never meet
 
 
 def share(n, rank, world_size):
@@ -201,7 +302,268 @@ def read_idx(path):
     return np.frombuffer(body, np.uint8).reshape(shape).copy()
 
 
-DATASETS = {"glyphs": glyphs, "mnist": mnist}
+# ---------------------------------------------------------------------------------------------
+# CIFAR-10
+
+CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+CIFAR10_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+CIFAR10_FOLDER = "cifar-10-batches-bin"
+CIFAR10_TRAIN = [f"data_batch_{i}.bin" for i in range(1, 6)]
+CIFAR10_RECORD = 1 + 3 * 32 * 32  # a label, then red, green and blue
+
+
+def cifar10(data_dir):
+    """CIFAR-10 from its binary files, unpacked or in their archive, which is never unpacked onto
+    the disk and need not be trusted: of its members, those with the right names are read."""
+    folder = os.path.join(data_dir, "cifar10")
+    unpacked = os.path.join(folder, CIFAR10_FOLDER)
+    archive = os.path.join(folder, os.path.basename(CIFAR10_URL))
+    if not os.path.isdir(unpacked) and not os.path.exists(archive):
+        download([CIFAR10_URL], archive, CIFAR10_SHA256)
+    if os.path.isdir(unpacked):
+        paths = [os.path.join(unpacked, name) for name in (*CIFAR10_TRAIN, "test_batch.bin")]
+        parts = [read_cifar(path, functools.partial(open, path, "rb")) for path in paths]
+    else:
+        try:
+            with tarfile.open(archive) as tar:
+                names = [f"{CIFAR10_FOLDER}/{name}" for name in (*CIFAR10_TRAIN, "test_batch.bin")]
+                parts = [read_cifar(archive, functools.partial(tar.extractfile, n)) for n in names]
+        except (tarfile.TarError, OSError, EOFError, zlib.error) as fault:
+            reason = f"cannot be read ({str(fault).splitlines()[0]}); delete it to download it anew"
+            raise DataError(f"{archive}: {reason}") from None
+    train = torch.cat(parts[:5])
+    y_train, y_val = (part[:, 0].contiguous() for part in (train, parts[5]))
+    x_train, x_val = (part[:, 1:].reshape(-1, 3, 32, 32) for part in (train, parts[5]))
+    # Of integers, so that the result does not depend on the order of a sum.
+    n = x_train[:, 0].numel()
+    counts = [torch.bincount(x_train[:, c].flatten(), minlength=256).double() for c in range(3)]
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    mean = torch.stack([(count * levels).sum() / n for count in counts])
+    square = torch.stack([(count * levels.square()).sum() / n for count in counts])
+    std = (square - mean.square()).sqrt().clamp_min(1e-3)
+    mean, std = (t.float().view(3, 1, 1) for t in (mean, std))
+    return Dataset("cifar10", x_train, y_train, x_val, y_val, 255, mean, std)
+
+
+def read_cifar(path, open_file):
+    """The records of one file: (n, 3073) uint8."""
+    try:
+        with open_file() as file:
+            body = file.read(10_000 * CIFAR10_RECORD + 1)
+    except (OSError, KeyError, AttributeError) as fault:  # not there; not a file
+        reason = getattr(fault, "strerror", None) or fault
+        raise DataError(f"{path}: cannot be read ({reason}); delete it to download anew") from None
+    if len(body) == 0 or len(body) % CIFAR10_RECORD:
+        wanted = f"up to 10,000 records of {CIFAR10_RECORD:,} bytes"
+        found = f"{len(body):,} bytes"
+        raise DataError(f"{path}: has {found}, must have {wanted}; delete it to download anew")
+    records = torch.frombuffer(bytearray(body), dtype=torch.uint8).view(-1, CIFAR10_RECORD)
+    if records[:, 0].max() > 9:
+        label = records[:, 0].max()
+        raise DataError(f"{path}: has a label {label}, must be 0 to 9; delete it to download anew")
+    return records
+
+
+# ---------------------------------------------------------------------------------------------
+# ImageNet, or any folder of images
+
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+class ImageFolder(Examples):
+    """Images on the disk, decoded when they are needed: random resized crops, flipped or not, for
+    training; the centre for validation.
+
+    A file that cannot be decoded is named, counted and skipped: in training the next one takes its
+    place, in validation it is left out.
+    """
+
+    workers = True
+
+    def __init__(self, name, train_files, val_files, image_size):
+        self.name, self.files = name, {"train": train_files, "val": val_files}
+        self.n_train, self.n_val = len(train_files), len(val_files)
+        self.shape = (3, image_size, image_size)
+        # One flag per file, which all workers share.
+        self.broken = {k: torch.zeros(len(f), dtype=torch.bool) for k, f in self.files.items()}
+        for flags in self.broken.values():
+            flags.share_memory_()
+        self.mean, self.std = self.statistics()
+
+    def read(self, split, i, crop):
+        """Image i as (3, size, size) uint8, cut by crop(width, height) -> box; None if broken."""
+        path = self.files[split][i]
+        try:
+            return torch.from_numpy(read_image(path, crop, self.shape[1])).permute(2, 0, 1)
+        except Exception as fault:  # what a damaged file makes Pillow raise is not documented
+            if not self.broken[split][i]:
+                self.broken[split][i] = True
+                reason = str(fault).split("\n")[0] or type(fault).__name__
+                print(f"warning: {path} is skipped ({reason})", file=sys.stderr, flush=True)
+
+    def standardised(self, x):
+        return (x.float() / 255 - self.mean) / self.std
+
+    def train_batch(self, seed, step, batch_size, rank=0, world_size=1):
+        """This rank's share of training batch `step`: (batch_size / world_size, *shape) float32."""
+        index = train_indices(self.n_train, seed, step, batch_size).tolist()
+        x = []
+        for place in range(batch_size)[share(batch_size, rank, world_size)]:
+            for i in range(index[place], index[place] + self.n_train):
+                rng = np.random.default_rng([seed, TRAIN_CROP, step, place])
+                image = self.read("train", i % self.n_train, functools.partial(random_crop, rng))
+                if image is not None:
+                    break
+            else:
+                raise DataError(f"{self.name}: none of {self.n_train} files could be decoded")
+            x.append(image.flip(2) if rng.random() < 0.5 else image)
+        return self.standardised(torch.stack(x))
+
+    def val_examples(self, index):
+        """Validation examples (n, *shape) float32, and which of the index they are."""
+        images = [self.read("val", i, centre_crop) for i in index.tolist()]
+        kept = [k for k, image in enumerate(images) if image is not None]
+        x = [images[k] for k in kept] or [torch.zeros(0, *self.shape)]
+        return self.standardised(torch.stack(x) if kept else x[0]), kept
+
+    def val_index(self, limit=0):
+        """Evenly spread, as the folders are in order of their classes."""
+        n = min(limit or self.n_val, self.n_val)
+        return torch.arange(n) * self.n_val // n
+
+    def key(self):
+        return fingerprint(self.shape, self.files["val"])
+
+    def input_scale(self):
+        return 0.0, 1.0
+
+    def statistics(self, n=2000):
+        """Mean and standard deviation of each channel, (3, 1, 1) each, over the centres of up to n
+        training images evenly spread over the set. Computed once and kept for next time."""
+        n = min(n, self.n_train)
+        index = [i * self.n_train // n for i in range(n)]
+        key = fingerprint(self.shape, [self.files["train"][i] for i in index])
+        path = os.path.join(os.path.expanduser(CACHE_DIR), f"statistics_{key}.json")
+        try:
+            with open(path) as file:
+                mean, std = json.load(file)
+            return (torch.tensor(t, dtype=torch.float32).view(3, 1, 1) for t in (mean, std))
+        except (OSError, ValueError, TypeError, RuntimeError):
+            pass  # not there yet, or damaged
+        sums, n_pixels = torch.zeros(2, 3, dtype=torch.float64), 0
+        for i in tqdm(index, desc="statistics", leave=False, disable=None):
+            image = self.read("train", i, centre_crop)
+            if image is not None:
+                image = image.double().flatten(1) / 255  # (3, pixels)
+                sums += torch.stack([image.sum(dim=1), image.square().sum(dim=1)])
+                n_pixels += image.size(1)
+        if n_pixels == 0:
+            raise DataError(f"{self.name}: none of {n} training files could be decoded")
+        mean, square = sums / n_pixels
+        std = (square - mean.square()).clamp_min(0).sqrt().clamp_min(1e-3)
+        write_whole(path, json.dumps([mean.tolist(), std.tolist()]))
+        return mean.float().view(3, 1, 1), std.float().view(3, 1, 1)
+
+
+def fingerprint(shape, files):
+    """Changes when the files do: their names, sizes and times."""
+    stats = [(path, (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in files]
+    return hashlib.sha256(repr([shape, stats]).encode()).hexdigest()[:16]
+
+
+def write_whole(path, content):
+    """Keep text or tensors for next time, whole or not at all; that a place cannot be written is
+    no fault."""
+    part = f"{path}.{os.getpid()}.part"
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if isinstance(content, str):
+            with open(part, "w") as file:
+                file.write(content)
+        else:
+            torch.save(content, part)
+        os.replace(part, path)
+    except (OSError, RuntimeError):
+        if os.path.exists(part):
+            os.remove(part)
+
+
+def read_image(path, crop, size):
+    """The part crop(width, height) -> (left, top, right, bottom) of an image as (size, size, 3)."""
+    with Image.open(path) as image:
+        if image.getexif().get(0x0112, 1) != 1:  # lies on its side
+            image = ImageOps.exif_transpose(image)
+        width, height = image.size
+        box = crop(width, height)
+        # A JPEG decodes at 1/2, 1/4 or 1/8 of its size for a fraction of the work: as small as will
+        # still cover the crop.
+        shrink = max(1.0, min(box[2] - box[0], box[3] - box[1]) / size)
+        image.draft("RGB", (int(width / shrink), int(height / shrink)))
+        sx, sy = image.width / width, image.height / height
+        if image.mode not in ("RGB", "L"):
+            image = image.convert("RGB")  # CMYK, palettes, transparency
+        box = (box[0] * sx, box[1] * sy, box[2] * sx, box[3] * sy)
+        image = image.resize((size, size), Image.Resampling.BILINEAR, box)
+        return np.array(image.convert("RGB"))
+
+
+def centre_crop(width, height):
+    """The largest square in the middle."""
+    side = min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def random_crop(rng, width, height):
+    """8 to 100 % of the area with an aspect of 3/4 to 4/3, anywhere; the centre if none fits."""
+    for _ in range(10):
+        area = rng.uniform(0.08, 1.0) * width * height
+        aspect = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = math.sqrt(area * aspect), math.sqrt(area / aspect)
+        if w <= width and h <= height:
+            left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
+            return left, top, left + w, top + h
+    return centre_crop(width, height)
+
+
+def find_images(folder):
+    """All images under a folder, at any depth, through links, sorted."""
+    found, seen = [], set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(place) in seen:
+            folders.clear()  # a link that leads back
+            continue
+        seen.add(os.path.realpath(place))
+        names = [n for n in names if n.lower().endswith(IMAGES) and not n.startswith(".")]
+        found += [os.path.join(place, name) for name in names]
+    return sorted(found)
+
+
+def imagenet(data_dir, image_size=256):
+    """Folders train and val of images, or one folder of images, of which every twentieth is for
+    validation."""
+    root = os.path.join(data_dir, "imagenet")
+    root = root if os.path.isdir(root) else data_dir
+    splits = [os.path.join(root, split) for split in ("train", "val")]
+    layout = "train/<class>/*.JPEG and val/<class>/*.JPEG, or images in one folder"
+    if not os.path.isdir(root):
+        raise DataError(f"{root}: no such folder; set --data_dir to a folder with {layout}")
+    there = [os.path.isdir(path) for path in splits]
+    if any(there) and not all(there):
+        missing = splits[there.index(False)]
+        raise DataError(f"{missing}: no such folder; {root} must have {layout}")
+    files = [find_images(path) for path in splits] if all(there) else [find_images(root)]
+    for path, found in zip(splits if all(there) else [root], files, strict=True):
+        if not found:
+            raise DataError(f"{path}: no images in it; set --data_dir to a folder with {layout}")
+    if len(files) == 1:
+        if len(files[0]) < 2:
+            raise DataError(f"{root}: one image is not enough to train and to validate")
+        files = [f for i, f in enumerate(files[0]) if i % 20], files[0][::20]
+    return ImageFolder("imagenet", *files, image_size)
+
+
+DATASETS = {"glyphs": glyphs, "mnist": mnist, "cifar10": cifar10, "imagenet": imagenet}
 
 
 # ---------------------------------------------------------------------------------------------

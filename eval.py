@@ -7,6 +7,7 @@ From Python, load("out/glyphs_daps") gives a model with encode(x), decode(z) and
 Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -14,15 +15,24 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
+from torch import nn
 
 from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Relaxed
 from configurator import configure, die
 from daps import DAPS
-from data import VAL_NOISE, load_dataset, uniform_noise
-from models import AutoregressiveEncoder, MLPDecoder, OnePassEncoder, VectorEncoder
+from data import CACHE_DIR, VAL_NOISE, load_dataset, uniform_noise, write_whole
+from models import (
+    AutoregressiveEncoder,
+    MLPDecoder,
+    OnePassEncoder,
+    ResNetDecoder,
+    ResNetEncoder,
+    VectorEncoder,
+)
 
-CHECKPOINT_KEYS = {"model", "optimizer", "config", "x_shape"}
+CHECKPOINT_KEYS = {"model", "optimizer", "config", "x_shape", "x_mean", "x_std"}
 CHECKPOINT_KEYS |= {"step", "best", "skipped", "seconds", "memory"}
 
 
@@ -44,6 +54,8 @@ METHODS = {  # from networks e, d and settings s
 METHODS |= {f"{name}_na": METHODS[name] for name in ("daps", "gumbel", "grmck", "rloo")}
 AUTOREGRESSIVE = ("daps", "gumbel", "grmck", "rloo", "ppo")  # the others see x in one pass
 VECTORS = ("vqvae", "fsq", "gaussian")  # methods whose encoder gives vectors, not logits
+DECODERS = {"glyphs": MLPDecoder, "mnist": MLPDecoder}
+DECODERS |= {"cifar10": ResNetDecoder, "imagenet": ResNetDecoder}
 
 
 def fsq_levels(config):
@@ -65,13 +77,17 @@ def build_model(config, x_shape):
     }
     if method in VECTORS:
         dim = len(fsq_levels(config)) if method == "fsq" else width
-        encoder = VectorEncoder(x_shape, **size, dim=dim)
+        if config["resnet_encoder"]:
+            encoder = ResNetEncoder(x_shape, config["n_tokens"], config["vocab_size"], dim)
+        else:
+            encoder = VectorEncoder(x_shape, **size, dim=dim)
     elif method in AUTOREGRESSIVE:
-        encoder = AutoregressiveEncoder(x_shape, **size, aligned=config["aligned"])
+        options = {key: config[key] for key in ("aligned", "recompute")}
+        encoder = AutoregressiveEncoder(x_shape, **size, **options)
     else:
         encoder = OnePassEncoder(x_shape, **size)
     vocab_size = 0 if method in VECTORS else config["vocab_size"]
-    decoder = MLPDecoder(x_shape, config["n_tokens"], vocab_size, width)
+    decoder = DECODERS[config["dataset"]](x_shape, config["n_tokens"], vocab_size, width)
     model = METHODS[method](encoder, decoder, config)
     if isinstance(model, DAPS):
         model.noise_shape = (config["n_samples"], config["n_tokens"])
@@ -93,7 +109,8 @@ def load_checkpoint(path):
 
 
 def load(out_dir, checkpoint="best", device="cpu"):
-    """The trained model of a run, ready for use; its settings are in model.config."""
+    """The trained model of a run, ready for use; its settings are in model.config. What it takes
+    and gives is standardised: x = (pixels - model.x_mean) / model.x_std."""
     path = os.path.join(out_dir, f"{checkpoint}.pt")
     state = load_checkpoint(path)
     try:
@@ -102,6 +119,8 @@ def load(out_dir, checkpoint="best", device="cpu"):
     except (KeyError, RuntimeError, TypeError, ValueError):
         raise ValueError(f"{path}: settings and parameters do not fit this version") from None
     model.config = state["config"] | {key: state[key] for key in ("step", "seconds", "memory")}
+    model.register_buffer("x_mean", state["x_mean"], persistent=False)
+    model.register_buffer("x_std", state["x_std"], persistent=False)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -138,14 +157,15 @@ def validation_noise(model, n, rank=0, world_size=1):
 
 
 @torch.no_grad()
-def evaluate(model, data, beta, batch_size, device):
-    """Means over the whole validation set, one code z ~ q(z|x) per x: metrics (a dict of floats);
-    and how often each position used each value: counts (B, V). Processes share the work.
+def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
+    """Means over the validation set, or `limit` of it, one code z ~ q(z|x) per x: metrics (a dict
+    of floats); and how often each position used each value: counts (B, V). Processes share the
+    work.
 
     beta_elbo   log_px - beta kl; None where there is no q (VQ-VAE, FSQ)
     log_px      log p(x|z), nats
     kl          KL(q(z|x) || prior), nats: exact per token given the tokens before it; or None
-    psnr        10 log10(1 / mse) per image on [0, 1] pixels, of the decoder's mean
+    psnr        10 log10(1 / mse) per image on [0, 1] pixels, of the decoder's mean as it is
     code_usage  share of the V values that a position uses at all, mean over positions
     perplexity  exp(entropy) of a position's marginal, mean over positions
     The last two are None, and so are the counts, where the code is not discrete.
@@ -154,27 +174,30 @@ def evaluate(model, data, beta, batch_size, device):
     was_training = model.training
     model.eval()
     n_tokens, vocab_size = model.encoder.n_tokens, model.encoder.vocab_size
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
     counts = torch.zeros(n_tokens * vocab_size, dtype=torch.float64, device=device)
     offsets = torch.arange(n_tokens, device=device) * vocab_size
-    noise = validation_noise(model, len(data.x_val), rank, world_size)
-    batches = data.val_batches(batch_size, rank, world_size)
-    for x, u in zip(batches, noise.split(batch_size), strict=True):
+    noise = validation_noise(model, len(data.val_index(limit)), rank, world_size)
+    for rows, x in data.val_batches(batch_size, rank, world_size, limit, n_workers):
+        if len(x) == 0:  # nothing that could be read
+            continue
         x = x.to(device)
-        z = model.encode(x, noise=u.to(device))  # (N, B)
+        z = model.encode(x, noise=noise[rows].to(device))  # (N, B)
         p = model.decode(z)
-        mse = (p.mean - x).square().flatten(1).mean(dim=1).clamp_min(1e-10)  # (N,)
+        error = (data.unit(p.mean) - data.unit(x)).square()
+        mse = error.flatten(1).mean(dim=1).clamp_min(1e-10)  # (N,)
         kl = model.kl(x, z)
         has_kl, discrete = kl is not None, not z.is_floating_point()
         kl = kl if has_kl else torch.zeros(1, device=device)
-        sums += torch.stack([t.double().sum() for t in (p.log_prob(x), kl, -10 * mse.log10())])
+        values = (p.log_prob(x), kl, -10 * mse.log10(), torch.ones_like(mse))
+        sums += torch.stack([t.double().sum() for t in values])
         if discrete:
             counts += torch.bincount((z + offsets).flatten(), minlength=len(counts))
     if world_size > 1:
         dist.all_reduce(sums)
         dist.all_reduce(counts)
     model.train(was_training)
-    log_px, kl, psnr = (sums / len(data.x_val)).tolist()
+    log_px, kl, psnr = (sums[:3] / sums[3]).tolist()
     counts = counts.view(n_tokens, vocab_size)
     marginal = counts / counts.sum(dim=1, keepdim=True)
     metrics = {
@@ -201,40 +224,51 @@ def font(size=13):
     return ImageFont.load_default(size)
 
 
-def grid(images, columns, scale=2, gap=4):
-    """Images (n, height, width) in [0, 1] as one picture, row by row."""
-    n, height, width = images.shape
+def grid(images, columns, gap=4):
+    """Images (n, 1 or 3, height, width) in [0, 1] as one picture, row by row; small ones twice
+    their size."""
+    n, channels, height, width = images.shape
+    scale = 2 if width < 64 else 1
     height, width = height * scale, width * scale
     rows = -(-n // columns)
-    page = Image.new("L", (columns * (width + gap) + gap, rows * (height + gap) + gap), 255)
-    for i, image in enumerate(images):
-        tile = Image.fromarray((image * 255).round().clamp(0, 255).byte().cpu().numpy())
+    mode = "L" if channels == 1 else "RGB"
+    page = Image.new(mode, (columns * (width + gap) + gap, rows * (height + gap) + gap), "white")
+    pixels = (images * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
+    for i, image in enumerate(pixels):
+        tile = Image.fromarray(image.squeeze(2) if channels == 1 else image)
         place = (gap + i % columns * (width + gap), gap + i // columns * (height + gap))
         page.paste(tile.resize((width, height), Image.Resampling.NEAREST), place)
     return page
 
 
-def draw_reconstructions(model, data, device, columns=16, pairs=4):
+def columns_of(shape):
+    return max(4, min(16, 512 // shape[2]))
+
+
+def draw_reconstructions(model, data, device, pairs=4):
     """Validation images, each over the decoder's mean for one code drawn from the encoder."""
-    columns = min(columns, len(data.x_val))
-    n = min(pairs, len(data.x_val) // columns) * columns
-    x = data.x_val[:n].float().to(device)
-    noise = validation_noise(model, len(data.x_val))[:n].to(device)
+    columns = min(columns_of(data.shape), data.n_val)
+    n = min(pairs, data.n_val // columns) * columns
+    index = data.val_index(n)
+    x, kept = data.val_examples(index)
+    x = x.to(device)
+    noise = validation_noise(model, data.n_val)[index][kept].to(device)
     mean = model.decode(model.encode(x, noise=noise)).mean
     rows = zip(x.split(columns), mean.split(columns), strict=True)
-    return grid(torch.cat([image for row in rows for image in row]).squeeze(1), columns)
+    return grid(data.unit(torch.cat([image for row in rows for image in row])), columns)
 
 
-def draw_samples(model, columns=16, rows=6):
+def draw_samples(model, data, rows=6):
     """Decoder means of codes drawn from the prior; the same codes every time."""
+    columns = columns_of(data.shape)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return grid(model.sample(rows * columns).mean.squeeze(1), columns)
+        return grid(data.unit(model.sample(rows * columns).mean), columns)
 
 
 def draw_codes(counts, columns=4, cell=8):
     """One panel per position: its V values as a square, the darker the more often used."""
-    counts = counts.cpu().numpy()
+    counts = counts[:16].cpu().numpy()  # of long codes, the beginning
     side = math.isqrt(counts.shape[1] - 1) + 1
     step_x, step_y = side * cell + 24, side * cell + 40
     rows = -(-len(counts) // columns)
@@ -320,8 +354,8 @@ def draw_curves(out_dirs):
         ("eta (log scale)", "train", "eta", {"log_scale": True}),
     )
     logs = [read_log(out_dir) for out_dir in out_dirs]
-    for row in (row for log in logs for row in log if row.get("kl", 0) is None):
-        row["beta_elbo"] = row["log_px"]
+    for row in (row for log in logs for row in log if row["split"] == "val"):
+        row["beta_elbo"] = row["log_px"] if row["kl"] is None else row["beta_elbo"]
     page = Image.new("RGB", (3 * 420, 2 * 300), PAPER)
     for i, (title, split, key, options) in enumerate(panels):
         lines = [
@@ -357,19 +391,236 @@ def read_log(out_dir):
 
 
 # ---------------------------------------------------------------------------------------------
+# FID (Heusel et al. 2017): the distance of two Gaussians fitted to Inception features
+
+FID_WEIGHTS = "pt_inception-2015-12-05-6726825d.pth"  # the name ends in the start of its sha256
+FID_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FID_WEIGHTS}"
+
+
+class Conv(nn.Module):
+    """Convolution, BatchNorm, ReLU."""
+
+    def __init__(self, n_in, n_out, kernel, stride=1, padding=0):
+        super().__init__()
+        self.conv = nn.Conv2d(n_in, n_out, kernel, stride, padding, bias=False)
+        self.bn = nn.BatchNorm2d(n_out, eps=1e-3)
+
+    def forward(self, h):
+        return self.bn(self.conv(h)).relu()
+
+
+class Mixed(nn.Module):
+    """Branches side by side, and one that pools; their channels are put together.
+
+    branches: a name and its layers (channels, kernel height, kernel width) each. A kernel of "fork"
+    is 1 x 3 and 3 x 1 side by side. pool: "down" halves, and so do the last layers of the branches;
+    else "avg" or "max", followed by a 1 x 1 convolution to n_pool channels.
+    """
+
+    def __init__(self, n_in, branches, pool, n_pool=0):
+        super().__init__()
+        self.branches, self.pool = [], pool
+        for branch, layers in branches.items():
+            n, names = n_in, []
+            for i, (n_out, *kernel) in enumerate(layers, 1):
+                name = f"{branch}_{i}" if len(layers) > 1 else branch
+                forks = {"a": (1, 3), "b": (3, 1)} if kernel == ["fork"] else {"": tuple(kernel)}
+                down = pool == "down" and i == len(layers)
+                for fork, (h, w) in forks.items():
+                    conv = (
+                        Conv(n, n_out, (h, w), 2)
+                        if down
+                        else Conv(n, n_out, (h, w), 1, (h // 2, w // 2))
+                    )
+                    self.add_module(name + fork, conv)
+                names.append([name + fork for fork in forks])
+                n = n_out
+            self.branches.append(names)
+        if n_pool:
+            self.branch_pool = Conv(n_in, n_pool, 1)
+
+    def forward(self, h):
+        parts = []
+        for names in self.branches:
+            ends = [h]
+            for forks in names:
+                ends = [self.get_submodule(name)(ends[0]) for name in forks]
+            parts += ends
+        if self.pool == "down":
+            return torch.cat([*parts, F.max_pool2d(h, 3, 2)], dim=1)
+        if self.pool == "avg":
+            h = F.avg_pool2d(h, 3, 1, 1, count_include_pad=False)
+        else:
+            h = F.max_pool2d(h, 3, 1, 1)
+        return torch.cat([*parts, self.branch_pool(h)], dim=1)
+
+
+class Inception(nn.Module):
+    """Inception-v3 as FID has used it since 2015, with the names of the published weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.Conv2d_1a_3x3 = Conv(3, 32, 3, stride=2)
+        self.Conv2d_2a_3x3 = Conv(32, 32, 3)
+        self.Conv2d_2b_3x3 = Conv(32, 64, 3, padding=1)
+        self.Conv2d_3b_1x1 = Conv(64, 80, 1)
+        self.Conv2d_4a_3x3 = Conv(80, 192, 3)
+
+        def mixed_5(n_in, n_pool):
+            branches = {
+                "branch1x1": [(64, 1, 1)],
+                "branch5x5": [(48, 1, 1), (64, 5, 5)],
+                "branch3x3dbl": [(64, 1, 1), (96, 3, 3), (96, 3, 3)],
+            }
+            return Mixed(n_in, branches, "avg", n_pool)
+
+        def mixed_6(n):
+            branches = {
+                "branch1x1": [(192, 1, 1)],
+                "branch7x7": [(n, 1, 1), (n, 1, 7), (192, 7, 1)],
+                "branch7x7dbl": [(n, 1, 1), (n, 7, 1), (n, 1, 7), (n, 7, 1), (192, 1, 7)],
+            }
+            return Mixed(768, branches, "avg", 192)
+
+        def mixed_7(n_in, pool):
+            branches = {
+                "branch1x1": [(320, 1, 1)],
+                "branch3x3": [(384, 1, 1), (384, "fork")],
+                "branch3x3dbl": [(448, 1, 1), (384, 3, 3), (384, "fork")],
+            }
+            return Mixed(n_in, branches, pool, 192)
+
+        self.Mixed_5b, self.Mixed_5c, self.Mixed_5d = (
+            mixed_5(*n) for n in ((192, 32), (256, 64), (288, 64))
+        )
+        branches = {
+            "branch3x3": [(384, 3, 3)],
+            "branch3x3dbl": [(64, 1, 1), (96, 3, 3), (96, 3, 3)],
+        }
+        self.Mixed_6a = Mixed(288, branches, "down")
+        self.Mixed_6b, self.Mixed_6c, self.Mixed_6d, self.Mixed_6e = map(
+            mixed_6, (128, 160, 160, 192)
+        )
+        branches = {
+            "branch3x3": [(192, 1, 1), (320, 3, 3)],
+            "branch7x7x3": [(192, 1, 1), (192, 1, 7), (192, 7, 1), (192, 3, 3)],
+        }
+        self.Mixed_7a = Mixed(768, branches, "down")
+        self.Mixed_7b, self.Mixed_7c = mixed_7(1280, "avg"), mixed_7(2048, "max")
+        self.fc = nn.Linear(2048, 1008)  # in the file, not used
+
+    def forward(self, x):
+        """Images (N, 3, height, width) in [0, 1] -> pool3 features (N, 2048)."""
+        x = F.interpolate(x, size=(299, 299), mode="bilinear", align_corners=False)
+        h = 2 * x - 1
+        for name, module in self.named_children():
+            if name in ("Conv2d_3b_1x1", "Mixed_5b"):
+                h = F.max_pool2d(h, 3, 2)
+            if name != "fc":
+                h = module(h)
+        return h.mean(dim=(2, 3))
+
+
+def load_inception(path, device):
+    """The published network; ValueError, in one line, if the file is not the published one."""
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.sha256(file.read()).hexdigest()
+    except OSError as fault:
+        raise ValueError(f"fid_weights {path}: {fault.strerror}; get them from {FID_URL}") from None
+    if not digest.startswith(FID_WEIGHTS[-12:-4]):
+        raise ValueError(f"fid_weights {path}: not the published file; get it from {FID_URL}")
+    network = Inception()
+    weights = torch.load(path, map_location="cpu", weights_only=True)
+    network.load_state_dict(weights)
+    return network.to(device).eval().requires_grad_(False)
+
+
+class Moments:
+    """Mean and covariance of features that come in batches, in float64."""
+
+    def __init__(self, dim=2048):
+        self.n, self.sum = 0, torch.zeros(dim, dtype=torch.float64)
+        self.outer = torch.zeros(dim, dim, dtype=torch.float64)
+
+    def add(self, features):
+        f = features.double().cpu()  # (N, dim)
+        self.n, self.sum, self.outer = (
+            self.n + len(f),
+            self.sum + f.sum(dim=0),
+            self.outer + f.T @ f,
+        )
+
+    def result(self):
+        mean = self.sum / self.n
+        return mean, (self.outer - self.n * torch.outer(mean, mean)) / max(self.n - 1, 1)
+
+
+def frechet_distance(mean_a, cov_a, mean_b, cov_b):
+    """Squared Frechet distance |m_a - m_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) of Gaussians.
+
+    The trace of the root is that of (A C_b A)^(1/2) with A the root of C_a. Both are symmetric, so
+    that eigenvalues give the roots, real and stable also where a covariance is singular.
+    """
+    values, vectors = torch.linalg.eigh(cov_a)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    values = torch.linalg.eigvalsh(root @ cov_b @ root)
+    trace = cov_a.trace() + cov_b.trace() - 2 * values.clamp_min(0).sqrt().sum()
+    return ((mean_a - mean_b).square().sum() + trace).item()
+
+
+@torch.no_grad()
+def fid(model, data, inception, batch_size, device):
+    """FID of reconstructions to the validation images themselves, both rounded to 8 bits. Moments
+    of the images are kept for next time."""
+    path = os.path.join(os.path.expanduser(CACHE_DIR), f"fid_{data.key()}.pt")
+    try:
+        known = torch.load(path, weights_only=True)
+    except Exception:  # not there yet, or damaged
+        known = None
+    noise = validation_noise(model, data.n_val)
+    truth, ours = Moments(), Moments()
+    for rows, x in data.val_batches(batch_size):
+        x = x.to(device)
+        mean = model.decode(model.encode(x, noise=noise[rows].to(device))).mean
+        for moments, images in ((ours, mean), (truth, x)):
+            if moments is ours or known is None:
+                images = (data.unit(images).clamp(0, 1) * 255).round() / 255
+                moments.add(inception(images))
+    if known is None:
+        known = truth.result()
+        write_whole(path, known)
+    return frechet_distance(*ours.result(), *known)
+
+
+# ---------------------------------------------------------------------------------------------
 # the report
 
 
 def report(
-    out_dirs, checkpoint="best", data_dir="", device="cpu", batch_size=500, curves="out/curves.png"
+    out_dirs,
+    checkpoint="best",
+    data_dir="",
+    device="cpu",
+    batch_size=250,
+    n_workers=0,
+    fid_weights="",
+    curves="out/curves.png",
 ):
     """Evaluate runs, write eval.json and pictures into each folder, print one table of all."""
-    rows = []
+    rows, missing_fid = [], False
+    inception = load_inception(os.path.expanduser(fid_weights), device) if fid_weights else None
     for out_dir in out_dirs:
         model = load(out_dir, checkpoint, device)
         config = model.config
-        data = load_dataset(config["dataset"], data_dir or config["data_dir"])
-        metrics, counts = evaluate(model, data, config["beta_final"], batch_size, device)
+        data = load_dataset(config["dataset"], data_dir or config["data_dir"], config["image_size"])
+        data.mean, data.std = model.x_mean.cpu(), model.x_std.cpu()  # those of its training
+        settings = (config["beta_final"], batch_size, device)
+        metrics, counts = evaluate(model, data, *settings, n_workers=n_workers)
+        colour = data.shape[0] == 3
+        measurable = inception and colour
+        metrics["fid"] = fid(model, data, inception, batch_size, device) if measurable else None
+        missing_fid |= colour and not inception
         encoder_size, decoder_size = n_parameters(model)
         row = {
             "run": os.path.normpath(out_dir),
@@ -387,7 +638,7 @@ def report(
         with torch.no_grad():
             pictures = {
                 "reconstructions": draw_reconstructions(model, data, device),
-                "samples": draw_samples(model),
+                "samples": draw_samples(model, data),
                 "curves": draw_curves([out_dir]),
             }
             if counts is not None:
@@ -396,6 +647,8 @@ def report(
             picture.save(os.path.join(out_dir, f"{name}.png"))
         rows.append(row)
     print_table(rows)
+    if missing_fid:
+        print(f"FID: needs --fid_weights=path to {FID_WEIGHTS}, from {FID_URL}")
     print("pictures in each folder: reconstructions.png, samples.png, codes.png, curves.png")
     if len(out_dirs) > 1:
         os.makedirs(os.path.dirname(curves) or ".", exist_ok=True)
@@ -413,6 +666,7 @@ def print_table(rows):
         "log p(x|z)": ("log_px", "{:.2f}"),
         "KL": ("kl", "{:.2f}"),
         "PSNR": ("psnr", "{:.2f}"),
+        "FID": ("fid", "{:.2f}"),
         "codes used": ("code_usage", "{:.1%}"),
         "perplexity": ("perplexity", "{:.1f}"),
         "encoder": ("encoder", "{:,}"),
@@ -439,7 +693,9 @@ if __name__ == "__main__":
     checkpoint = "best"  # best: highest validation beta-ELBO, as the paper reports; last
     data_dir = ""  # where the data sets are; empty: where the run found them
     device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
-    batch_size = 500  # examples at a time
+    batch_size = 250  # examples at a time
+    n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
+    fid_weights = ""  # file with the weights of Inception, for FID; empty: none
     curves = "out/curves.png"  # the curves of several runs in one picture
 
     settings, out_dirs = configure(globals(), sys.argv[1:])

@@ -15,10 +15,14 @@ of x and noise. A generative model ("decoder") offers
 """
 
 import math
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.nn.functional import all_reduce
+from torch.utils.checkpoint import checkpoint
 
 
 def draw(logits, u):
@@ -101,8 +105,9 @@ class Attention(nn.Module):
         k, v = self.key_value(h).chunk(2, dim=-1)  # (N, T, H) each
         return self.split(k), self.split(v)  # (N, heads, T, d) each
 
-    def forward(self, h, k, v, causal=False):
-        a = F.scaled_dot_product_attention(self.split(self.query(h)), k, v, is_causal=causal)
+    def forward(self, h, k, v, mask=None, causal=False):
+        q = self.split(self.query(h))  # (N, heads, T, d)
+        a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
         return self.out(a.transpose(1, 2).flatten(2))  # (N, T, H)
 
 
@@ -126,19 +131,39 @@ class Block(nn.Module):
         return h + self.mlp(self.norm_mlp(h))
 
 
-class Cache:
-    """Keys and values of the tokens so far, written in place into preallocated buffers."""
+class Window(NamedTuple):
+    """What a step sees of a cache: room for t + 1 tokens or a few more, which a mask hides."""
 
-    def __init__(self, n_codes, n_tokens, like):
-        _, heads, _, d = like.shape
-        self.k, self.v = (like.new_empty(n_codes, heads, n_tokens, d) for _ in range(2))
-        self.t = 0
+    k: torch.Tensor  # (N * K, heads, tokens, d)
+    v: torch.Tensor
+    t: torch.Tensor  # (1,)
+    mask: torch.Tensor | None  # (1, tokens)
 
     def extend(self, k, v):
-        """Add those of the next token, (N * K, heads, 1, d) each; return those of all so far."""
-        t, self.t = self.t, self.t + 1
-        self.k[:, :, t : t + 1], self.v[:, :, t : t + 1] = k, v
-        return self.k[:, :, : t + 1], self.v[:, :, : t + 1]
+        """Add keys and values of token t, (N * K, heads, 1, d) each; return those of all so far."""
+        self.k.index_copy_(2, self.t, k.to(self.k.dtype))
+        self.v.index_copy_(2, self.t, v.to(self.v.dtype))
+        return self.k, self.v, self.mask
+
+
+class Cache:
+    """Keys and values of the tokens so far, written in place into preallocated buffers.
+
+    It grows by `chunk` tokens at a time. With 1 no work is wasted on tokens that are yet to come;
+    compiled steps want few different shapes, and so a larger one.
+    """
+
+    def __init__(self, n_codes, n_tokens, chunk, like):
+        _, heads, _, d = like.shape
+        self.k, self.v = (like.new_zeros(n_codes, heads, n_tokens, d) for _ in range(2))
+        self.steps = torch.arange(n_tokens, device=like.device)
+        self.chunk = chunk
+
+    def window(self, t):
+        n = min((t // self.chunk + 1) * self.chunk, self.k.size(2))
+        here = self.steps[t : t + 1]
+        mask = None if n == t + 1 else (self.steps[:n] <= here).unsqueeze(0)
+        return Window(self.k[:, :, :n], self.v[:, :, :n], here, mask)
 
 
 class GrowingCache:
@@ -150,7 +175,7 @@ class GrowingCache:
     def extend(self, k, v):
         past = self.past or (k[:, :, :0], v[:, :, :0])
         self.past = [torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True)]
-        return self.past
+        return *self.past, None
 
 
 class CodeBlock(nn.Module):
@@ -171,9 +196,11 @@ class CodeBlock(nn.Module):
         N, K, T, H = h.shape
         a = self.norm_attention(h).view(N * K, T, H)
         k, v = self.attention.keys_values(a)  # (N * K, heads, T, d) each
-        if cache is not None:
-            k, v = cache.extend(k, v)  # (N * K, heads, t + 1, d) each
-        h = h + self.attention(a, k, v, causal=cache is None).view(N, K, T, H)
+        if cache is None:
+            a = self.attention(a, k, v, causal=True)  # (N * K, T, H)
+        else:
+            a = self.attention(a, *cache.extend(k, v))
+        h = h + a.view(N, K, T, H)
         # The K codes of one x ask the same patches: fold K into the queries, repeat no memory.
         a = self.norm_cross(h).view(N, K * T, H)
         h = h + self.cross(a, *memory).view(N, K, T, H)
@@ -200,10 +227,10 @@ class PatchEncoder(nn.Module):
             h = block(h)
         return self.norm(h)
 
-    def standardise(self, x):
-        """Standardise inputs by these examples from now on; a checkpoint remembers it."""
-        self.x_mean.copy_(x.mean())
-        self.x_std.copy_(x.std())
+    def standardise(self, mean, std):
+        """Standardise inputs by these two numbers from now on; a checkpoint remembers them."""
+        self.x_mean.fill_(mean)
+        self.x_std.fill_(std)
 
 
 class AutoregressiveEncoder(nn.Module):
@@ -211,13 +238,26 @@ class AutoregressiveEncoder(nn.Module):
 
     aligned: the decoder's input at step t also holds the patch encoder's output at position t, so
     that its query knows what stands there and not only where it is. Ours, not the paper's.
+    recompute: into how many pieces of the batch the scoring of codes is cut, each of which keeps
+    nothing but its result and is computed again in the backward pass; 0 keeps all. Memory for time.
     """
 
     def __init__(
-        self, x_shape, n_tokens, vocab_size, width, n_heads, n_layers, mlp_ratio, aligned=False
+        self,
+        x_shape,
+        n_tokens,
+        vocab_size,
+        width,
+        n_heads,
+        n_layers,
+        mlp_ratio,
+        aligned=False,
+        recompute=0,
     ):
         super().__init__()
         self.n_tokens, self.vocab_size, self.aligned = n_tokens, vocab_size, aligned
+        self.recompute = recompute
+        self.cache_chunk = 1  # tokens by which the sampler's cache grows
         self.patch_encoder = PatchEncoder(x_shape, n_tokens, width, n_heads, n_layers, mlp_ratio)
         # Token t - 1 enters at step t. What enters at step 0 has a row of its own, the last: with a
         # real token in that place, codes that hold this token would be ambiguous.
@@ -231,17 +271,25 @@ class AutoregressiveEncoder(nn.Module):
     def forward(self, x, n_samples, noise=None, with_kl=False):
         patches = self.patch_encoder(x)  # (N, P, H)
         z = self.sample(patches, n_samples, noise)  # (N, K, B)
-        if with_kl:
-            return z, *self.log_prob_and_kl(patches, z)
-        return z, token_log_prob(self.logits(patches, z), z).sum(dim=-1)
+        return z, *self.score(patches, z, with_kl)
 
-    def log_prob_and_kl(self, patches, z):
-        """log q of codes z (N, K, B) and the exact KL along them: (N, K) each, with gradient."""
-        logits = self.logits(patches, z)  # (N, K, B, V)
-        return token_log_prob(logits, z).sum(dim=-1), token_kl(logits).sum(dim=-1)
+    def score(self, patches, z, with_kl=False):
+        """log q of codes z (N, K, B), and the exact KL along them if asked for, by teacher forcing:
+        a list of one or two (N, K) float32, with gradient."""
+
+        def score(patches, z):
+            logits = self.logits(patches, z)  # (N, K, B, V)
+            scores = [token_log_prob(logits, z).sum(dim=-1)]  # (N, K)
+            return torch.stack(scores + [token_kl(logits).sum(dim=-1)] * with_kl)  # (1 or 2, N, K)
+
+        if not self.recompute:
+            return score(patches, z).unbind()
+        pieces = zip(patches.chunk(self.recompute), z.chunk(self.recompute), strict=True)
+        parts = [checkpoint(score, *piece, use_reentrant=False) for piece in pieces]
+        return torch.cat(parts, dim=1).unbind()
 
     def kl(self, x, z):
-        return self.log_prob_and_kl(self.patch_encoder(x), z.unsqueeze(1))[1].squeeze(1)
+        return self.score(self.patch_encoder(x), z.unsqueeze(1), with_kl=True)[1].squeeze(1)
 
     def start(self, patches):
         """What the steps need of the patches: keys and values per layer, and what is added to the
@@ -258,20 +306,32 @@ class AutoregressiveEncoder(nn.Module):
             h = block(h, kv)
         return self.head(self.norm(h))
 
+    def step(self, token, query, memory, windows):
+        """Logits (N, K, V) of a token, given the one before it (N, K, 1) and what is added to its
+        embedding, (1, H) or (N, 1, 1, H)."""
+        h = self.embed(token) + query  # (N, K, 1, H)
+        for block, kv, window in zip(self.blocks, memory, windows, strict=True):
+            h = block(h, kv, window)
+        return self.head(self.norm(h)).squeeze(2)
+
+    def compile_sampler(self, chunk=64):
+        """Compile the step of the sampler, not its loop; few shapes keep compilations few."""
+        self.step, self.cache_chunk = torch.compile(self.step), chunk
+
+    @torch.compiler.disable
     @torch.no_grad()
     def sample(self, patches, n_samples, noise=None):
         """Codes (N, K, B), token by token, with the past in one preallocated cache per layer."""
-        N = len(patches)
+        N, B = len(patches), self.n_tokens
         memory, query = self.start(patches)
-        noise = uniform_like(patches, N, n_samples, self.n_tokens) if noise is None else noise
-        caches = [Cache(N * n_samples, self.n_tokens, like=k) for k, _ in memory]
-        z = patches.new_full((N, n_samples, self.n_tokens + 1), self.vocab_size, dtype=torch.long)
-        for t in range(self.n_tokens):
-            h = self.embed(z[..., t : t + 1]) + query[..., t : t + 1, :]  # (N, K, 1, H)
-            for block, kv, cache in zip(self.blocks, memory, caches, strict=True):
-                h = block(h, kv, cache)
-            logits = self.head(self.norm(h)).squeeze(2)  # (N, K, V)
-            z[..., t + 1 : t + 2] = draw(logits, noise[..., t : t + 1])
+        noise = uniform_like(patches, N, n_samples, B) if noise is None else noise
+        caches = [Cache(N * n_samples, B, self.cache_chunk, like=k) for k, _ in memory]
+        z = patches.new_full((N, n_samples, B + 1), self.vocab_size, dtype=torch.long)
+        for t in range(B):
+            windows = [cache.window(t) for cache in caches]
+            here = slice(t, t + 1)
+            logits = self.step(z[..., here], query[..., here, :], memory, windows)  # (N, K, V)
+            z[..., t + 1 : t + 2] = draw(logits, noise[..., here])
         return z[..., 1:].contiguous()
 
     def relaxed(self, x, choose):
@@ -340,26 +400,36 @@ def uniform_like(t, *shape):
     return torch.rand(shape, device=t.device)
 
 
-class MLPDecoder(nn.Module):
-    """Binary x, Bernoulli per pixel: embed tokens, flatten, 64, 256, logits (as in the paper).
+class Decoder(nn.Module):
+    """What generative models share: tokens become vectors.
 
     A code is given as tokens (..., B) int64, as one-hot rows with gradient (..., B, V), or, if
     there is no table of embeddings (vocab_size = 0), as vectors (..., B, H).
     """
 
-    def __init__(self, x_shape, n_tokens, vocab_size, width, hidden=(64, 256)):
+    def __init__(self, vocab_size, width):
         super().__init__()
-        self.x_shape = tuple(x_shape)
         self.embed = nn.Embedding(vocab_size, width) if vocab_size else None
+
+    def vectors(self, z):
+        if self.embed is None:
+            return z
+        return z @ self.embed.weight if z.is_floating_point() else self.embed(z)  # (..., B, H)
+
+
+class MLPDecoder(Decoder):
+    """Binary x, Bernoulli per pixel: embed tokens, flatten, 64, 256, logits (as in the paper)."""
+
+    def __init__(self, x_shape, n_tokens, vocab_size, width, hidden=(64, 256)):
+        super().__init__(vocab_size, width)
+        self.x_shape = tuple(x_shape)
         sizes = [n_tokens * width, *hidden, math.prod(x_shape)]
         layers = [nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True)]
         self.net = nn.Sequential(layers[0], *(m for n in layers[1:] for m in (nn.ReLU(), n)))
         init_weights(self, embedding_std=1.0)
 
     def logits(self, z):
-        if self.embed is not None:
-            z = z @ self.embed.weight if z.is_floating_point() else self.embed(z)
-        return self.net(z.flatten(-2)).float()  # (..., pixels)
+        return self.net(self.vectors(z).flatten(-2)).float()  # (..., pixels)
 
     def log_prob(self, x, z):
         logits = self.logits(z)  # (N, K, pixels)
@@ -368,8 +438,137 @@ class MLPDecoder(nn.Module):
 
     def forward(self, z):
         logits = self.logits(z).unflatten(-1, self.x_shape)
-        pixels = torch.distributions.Bernoulli(logits=logits, validate_args=False)
-        return torch.distributions.Independent(pixels, len(self.x_shape), validate_args=False)
+        return independent(torch.distributions.Bernoulli(logits=logits, validate_args=False), 3)
+
+
+def independent(distribution, n_dims):
+    """The last n_dims of a batch of distributions are one event."""
+    return torch.distributions.Independent(distribution, n_dims, validate_args=False)
+
+
+# ---------------------------------------------------------------------------------------------
+# ResNets
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """BatchNorm over the whole batch, also when several processes share it: on GPUs and CPUs."""
+
+    def forward(self, h):
+        if not (self.training and dist.is_available() and dist.is_initialized()):
+            return super().forward(h)
+        moments = torch.stack(
+            [h.float().mean(dim=(0, 2, 3)), h.float().square().mean(dim=(0, 2, 3))]
+        )
+        mean, square = all_reduce(moments) / dist.get_world_size()  # (C,) each, with gradient
+        var = (square - mean.square()).clamp_min(0)
+        with torch.no_grad():
+            n = h.numel() / h.size(1) * dist.get_world_size()
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(var * n / max(n - 1, 1), self.momentum)
+            self.num_batches_tracked += 1
+        scale = self.weight * (var + self.eps).rsqrt()
+        shift = self.bias - mean * scale
+        return (h * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)).to(h.dtype)
+
+
+class Residual(nn.Module):
+    """ReLU, 3x3, BatchNorm, ReLU, 1x1, BatchNorm, add."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1),
+            BatchNorm(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 1),
+            BatchNorm(width),
+        )
+
+    def forward(self, h):
+        return h + self.net(h)
+
+
+def halvings(x_shape, n_tokens):
+    """How often a square image is halved until it has one place per token."""
+    side, rest = math.isqrt(n_tokens), 0
+    if side * side == n_tokens and x_shape[1] % side == 0:
+        factor = x_shape[1] // side
+        rest = factor.bit_length() - 1 if factor & (factor - 1) == 0 else 0
+    if x_shape[1] != x_shape[2] or rest < 1:
+        raise ValueError(
+            f"n_tokens is {n_tokens} for images of {x_shape[1]} x {x_shape[2]}, must be a square "
+            "number whose root, doubled once or more, is the side of a square image"
+        )
+    return rest
+
+
+class ResNetDecoder(Decoder):
+    """Colour images, Gaussian per pixel with mean and variance: embed tokens, lay them out as a
+    square, 3x3 convolution, residual blocks, then transposed convolutions up to the image.
+
+    The variance is learned as its logarithm and clipped to [0.01, 1] (x is standardised): inside
+    there is gradient, outside none. K is folded into the batch for BatchNorm.
+    """
+
+    LOG_VAR = math.log(0.01), 0.0
+
+    def __init__(self, x_shape, n_tokens, vocab_size, width, hidden=64, n_blocks=2):
+        super().__init__(vocab_size, width)
+        self.x_shape, self.side = tuple(x_shape), math.isqrt(n_tokens)
+        layers = [nn.Conv2d(width, hidden, 3, padding=1)]  # (M, 64, side, side)
+        layers += [Residual(hidden) for _ in range(n_blocks)]
+        n = halvings(x_shape, n_tokens)
+        for i in range(n):  # each doubles the side and halves the channels
+            last = i == n - 1
+            channels = 2 * x_shape[0] if last else hidden // 2
+            layers += [nn.ReLU(), nn.ConvTranspose2d(hidden, channels, 4, stride=2, padding=1)]
+            layers += [] if last else [BatchNorm(channels)]
+            hidden = channels
+        self.net = nn.Sequential(*layers)
+        init_weights(self, embedding_std=1.0)
+        nn.init.constant_(layers[-1].bias[x_shape[0] :], math.log(0.5))  # in the clip's range
+
+    def moments(self, z):
+        """Mean and log variance of x given z: (..., C, height, width) each, float32."""
+        h = self.vectors(z)  # (..., B, H)
+        lead = h.shape[:-2]
+        h = h.reshape(-1, self.side, self.side, h.size(-1)).permute(0, 3, 1, 2)
+        mean, log_var = self.net(h).float().unflatten(0, lead).chunk(2, dim=-3)
+        return mean, log_var.clamp(*self.LOG_VAR)
+
+    def log_prob(self, x, z):
+        return gaussian_log_prob(x.unsqueeze(1), *self.moments(z)).flatten(2).sum(dim=-1)  # (N, K)
+
+    def forward(self, z):
+        mean, log_var = self.moments(z)
+        std = (log_var / 2).exp()
+        return independent(torch.distributions.Normal(mean, std, validate_args=False), 3)
+
+
+def gaussian_log_prob(x, mean, log_var):
+    return -((x - mean).square() * (-log_var).exp() + log_var + math.log(2 * math.pi)) / 2
+
+
+class ResNetEncoder(nn.Module):
+    """A vector of `dim` numbers per token, like VectorEncoder, from strided convolutions: the
+    encoder of the VQ-VAE paper."""
+
+    def __init__(self, x_shape, n_tokens, vocab_size, dim, hidden=128, n_blocks=2):
+        super().__init__()
+        self.n_tokens, self.vocab_size = n_tokens, vocab_size
+        n, channels = halvings(x_shape, n_tokens), x_shape[0]
+        layers = []
+        for i in range(n):  # each halves the side and doubles the channels
+            layers += [nn.Conv2d(channels, hidden >> n - 1 - i, 4, stride=2, padding=1), nn.ReLU()]
+            channels = hidden >> n - 1 - i
+        layers += [nn.Conv2d(hidden, hidden, 3, padding=1)]
+        layers += [Residual(hidden) for _ in range(n_blocks)]
+        self.net = nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(hidden, dim, 1))
+        init_weights(self, embedding_std=1.0)
+
+    def forward(self, x):
+        return self.net(x).flatten(2).transpose(1, 2).float()  # (N, B, dim)
 
 
 def init_weights(module, embedding_std):
@@ -380,8 +579,13 @@ def init_weights(module, embedding_std):
     large ones lets the tokens before, at first random, drown what it sees of x.
     """
     for m in module.modules():
-        if isinstance(m, nn.Linear):
-            nn.init.normal_(m.weight, std=m.in_features**-0.5)
+        if isinstance(m, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
+            fan_in = m.weight[0].numel()
+            if isinstance(
+                m, nn.ConvTranspose2d
+            ):  # (in, out, 4, 4); one input in four at each place
+                fan_in = m.weight[:, 0].numel() // math.prod(m.stride)
+            nn.init.normal_(m.weight, std=fan_in**-0.5)
             if m.bias is not None:
                 nn.init.zeros_(m.bias)
         elif isinstance(m, nn.Embedding):

@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from data import DATA_DIR, DATASETS, TRAIN_NOISE, DataError, load_dataset, unifo
 from eval import (
     AUTOREGRESSIVE,
     METHODS,
+    VECTORS,
     build_model,
     check_device,
     evaluate,
@@ -47,8 +49,9 @@ except ImportError:  # Windows
 
 # what
 method = "daps"  # daps, gumbel, grmck, rloo (each also _na: in one pass), ppo, reinmax_na, ...
-dataset = "glyphs"  # glyphs: drawn on the spot; mnist: found in data_dir or downloaded
-data_dir = DATA_DIR  # holds a folder per data set
+dataset = "glyphs"  # glyphs: drawn on the spot; mnist, cifar10: found or downloaded; imagenet
+data_dir = DATA_DIR  # holds a folder per data set; or, for imagenet, images in folders
+image_size = 256  # imagenet: side of the images
 out_dir = "out/glyphs_daps"  # checkpoints, log and pictures go here
 resume = False  # go on from last.pt in out_dir
 overwrite = False  # replace the run that out_dir holds
@@ -59,6 +62,7 @@ width = 64  # H
 n_heads = 4  # attention heads
 n_layers = 1  # transformer blocks, per side where there are two (autoregressive)
 mlp_ratio = 4  # hidden width of a block's MLP over H
+resnet_encoder = False  # vqvae, fsq, gaussian in colour: convolutions instead of a transformer
 aligned = True  # the query of token t also sees patch t (in one pass it always does)
 # the estimator
 n_samples = 8  # K, codes sampled per example
@@ -79,13 +83,18 @@ fsq_levels = "8 8 4"  # fsq: levels per number; their product is vocab_size
 max_steps = 2000  # optimizer steps; all schedules end here
 batch_size = 128  # N, over all processes together
 lr = 6e-3  # highest learning rate of AdamW
-lr_schedule = "cosine"  # cosine: down to zero at the last step; constant
+lr_schedule = "cosine"  # cosine: down to lr_final at the last step; constant
+lr_final = 0.0  # lowest learning rate of the cosine
 warmup_steps = 50  # steps of linear warm-up
 weight_decay = 1e-4  # decoupled, on all weights
 grad_clip = 1000.0  # largest norm of the gradient (of a sum over pixels, so large); 0: off
 max_skipped = 20  # stop after so many steps in a row with a non-finite gradient
+# memory
+accumulate = 1  # parts of a batch that are worked on one after the other
+recompute = 0  # parts in which codes are scored, computed again for the gradient; 0: keep all
 # log and evaluation
 eval_interval = 250  # steps between validations, each of which saves last.pt
+eval_examples = 0  # validation examples during training; 0: all
 log_interval = 10  # steps between lines in log.jsonl
 wandb_log = False  # also log to Weights & Biases (pip install wandb)
 # machine
@@ -93,6 +102,7 @@ seed = 0  # of parameters, batches and noise
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
 dtype = "bfloat16" if torch.cuda.is_available() else "float32"  # of the networks' matrix products
 use_compile = torch.cuda.is_available()  # torch.compile
+n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
 
 # ---------------------------------------------------------------------------------------------
 settings, unused = configure(globals(), sys.argv[1:])
@@ -135,8 +145,21 @@ for key, fine, wanted in (
     ("commitment", commitment >= 0, "zero or more"),
     ("max_steps", max_steps >= 1, "at least 1"),
     ("batch_size", batch_size >= 1, "at least 1"),
-    ("batch_size", batch_size % world_size == 0, f"a multiple of the {world_size} processes"),
+    ("accumulate", accumulate >= 1, "at least 1"),
+    ("accumulate", accumulate == 1 or method != "ppo", "1 for ppo, which goes back to its batch"),
+    (
+        "batch_size",
+        batch_size % (world_size * accumulate) == 0,
+        f"a multiple of {world_size} processes times accumulate = {accumulate}",
+    ),
+    ("recompute", recompute >= 0, "zero (off) or more"),
+    ("recompute", recompute == 0 or method in AUTOREGRESSIVE, f"0 for {method}, which has no use"),
+    ("resnet_encoder", not resnet_encoder or method in VECTORS, f"False for {method}"),
+    ("image_size", image_size >= 8, "at least 8"),
+    ("n_workers", n_workers >= 0, "zero or more"),
+    ("eval_examples", eval_examples >= 0, "zero (all) or more"),
     ("lr", lr > 0, "positive"),
+    ("lr_final", 0 <= lr_final <= lr, f"between zero and lr = {lr}"),
     ("lr_schedule", lr_schedule in ("cosine", "constant"), "cosine or constant"),
     ("warmup_steps", warmup_steps >= 0, "zero or more"),
     ("weight_decay", weight_decay >= 0, "zero or more"),
@@ -188,7 +211,7 @@ autocast = torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bfloat1
 # A resumed run is the same run: only what does not change its course may differ (rounding aside;
 # a new max_steps stretches the schedules).
 may_differ = "out_dir data_dir resume overwrite max_steps eval_interval log_interval wandb_log"
-may_differ = set(may_differ.split()) | {"device", "dtype", "use_compile"}
+may_differ = set(may_differ.split()) | {"device", "dtype", "use_compile", "n_workers", "recompute"}
 checkpoint, config_then = None, settings
 try:
     if resume and os.path.exists(last_path):
@@ -207,9 +230,12 @@ if checkpoint and checkpoint["step"] > max_steps:
     die(f"resume: {out_dir} is at step {checkpoint['step']}, past max_steps = {max_steps}")
 
 try:
-    data = load_dataset(dataset, data_dir)
+    data = load_dataset(dataset, data_dir, image_size)
 except DataError as fault:
     die(fault)
+standard = {"x_mean": data.mean, "x_std": data.std}
+if checkpoint and not all(torch.allclose(checkpoint[key], standard[key]) for key in standard):
+    die(f"resume: the data in {data_dir} have another mean or scale than those the run began with")
 
 # ---------------------------------------------------------------------------------------------
 # Model and optimizer. log_eta, if trained by gradient, has its own rate, no decay, no clipping.
@@ -218,7 +244,9 @@ try:
     raw_model = build_model(settings, data.shape).to(device)
 except ValueError as fault:
     die(fault)
-raw_model.encoder.patch_encoder.standardise(data.x_train[:10_000].float())
+for module in raw_model.modules():
+    if hasattr(module, "standardise"):
+        module.standardise(*data.input_scale())
 weights = [p for name, p in raw_model.named_parameters() if name != "log_eta"]
 etas = [p for name, p in raw_model.named_parameters() if name == "log_eta"]
 optimizer = torch.optim.AdamW(
@@ -239,12 +267,14 @@ if checkpoint:
     progress = {key: checkpoint[key] for key in progress}
 if world_size > 1:  # processes that start from different places would train nonsense
     views = [None] * world_size
-    view = {k: v for k, v in settings.items() if not k.endswith("_dir")} | progress
+    view = {k: v for k, v in settings.items() if not k.endswith(("_dir", "_workers"))} | progress
     dist.all_gather_object(views, view)
     if any(view != views[0] for view in views):
         die("the processes disagree on their settings or on the checkpoint in out_dir")
 if use_compile:
     raw_model.compile()
+    if method in AUTOREGRESSIVE:
+        raw_model.encoder.compile_sampler()
 model = DistributedDataParallel(raw_model) if world_size > 1 else raw_model
 
 
@@ -256,7 +286,8 @@ def anneal(first, last, step):
 def learning_rate(step):
     rate = lr * min(1.0, (step + 1) / max(warmup_steps, 1))
     if lr_schedule == "cosine":
-        rate *= (1 + math.cos(math.pi * step / max_steps)) / 2
+        low = lr_final / lr
+        rate *= low + (1 - low) * (1 + math.cos(math.pi * step / max_steps)) / 2
     return rate
 
 
@@ -289,7 +320,7 @@ def peak_memory():
 
 def save(path):
     nets = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict()}
-    write(path, nets | progress | {"config": settings, "x_shape": list(data.shape)})
+    write(path, nets | progress | standard | {"config": settings, "x_shape": list(data.shape)})
 
 
 def log(split, values):
@@ -340,20 +371,27 @@ for number in (signal.SIGINT, signal.SIGTERM):
 place = dict(rank=rank, world_size=world_size)
 step, bad_in_a_row, started = progress["step"], 0, time.perf_counter()
 bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None if chief else True)
+batches = data.train_batches(seed, step, max_steps, batch_size, **place, n_workers=n_workers)
 while step < max_steps:
     beta = anneal(beta_init, beta_final, step)
     if hasattr(raw_model, "tau"):
         raw_model.tau.fill_(anneal(tau_init, tau_final, step))
     rate = optimizer.param_groups[0]["lr"] = learning_rate(step)
-    x = data.train_batch(seed, step, batch_size, **place).to(device)  # (N, *shape)
+    x = next(batches).to(device, non_blocking=True)  # (N, *shape)
     noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, raw_model.noise_shape, **place)
-    options = {"noise": noise.to(device)}
+    beta_now = torch.tensor(beta, device=device)
+    parts = list(zip(x.chunk(accumulate), noise.to(device).chunk(accumulate), strict=True))
     for epoch in range(getattr(raw_model, "n_epochs", 1)):  # PPO goes over a batch several times
-        if epoch > 0:
-            options["epoch"] = epoch
-        with autocast:
-            loss, metrics = model(x, torch.tensor(beta, device=device), **options)
-        loss.backward()  # DDP averages the gradients here
+        options = {"epoch": epoch} if epoch > 0 else {}
+        seen = []
+        for x, noise in parts:
+            last = len(seen) == accumulate - 1
+            wait = nullcontext() if last or world_size == 1 else model.no_sync()
+            with wait:
+                with autocast:
+                    loss, metrics = model(x, beta_now, noise=noise, **options)
+                (loss / accumulate).backward()  # DDP averages the gradients here, after the last
+            seen.append(torch.stack([loss.detach(), *metrics.values()]))
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf).item()
         if math.isfinite(grad_norm):
             optimizer.step()
@@ -369,7 +407,7 @@ while step < max_steps:
     bar.update()
 
     if step % log_interval == 0 or step == max_steps:
-        values = torch.stack([loss.detach(), *metrics.values()])
+        values = torch.stack(seen).mean(dim=0)
         if world_size > 1:
             dist.all_reduce(values)
             values /= world_size
@@ -388,7 +426,8 @@ while step < max_steps:
         progress["seconds"] += time.perf_counter() - started
         progress["memory"] = max(progress["memory"], peak_memory())
         if evaluating:
-            val, _ = evaluate(raw_model, data, beta_final, batch_size, device)
+            size = batch_size // accumulate
+            val, _ = evaluate(raw_model, data, beta_final, size, device, eval_examples, n_workers)
             if chief:
                 log("val", val)
                 shown = {

@@ -71,7 +71,7 @@ def test_shares_of_all_ranks_make_the_whole_batch(letters, world_size):
     assert torch.equal(torch.cat(parts), letters.train_batch(0, 5, 24))
     noise = [uniform_noise(1, 0, 5, 24, (8, 8), rank, world_size) for rank in ranks]
     assert torch.equal(torch.cat(noise), uniform_noise(1, 0, 5, 24, (8, 8)))
-    parts = [x for rank in ranks for x in letters.val_batches(7, rank, world_size)]
+    parts = [x for rank in ranks for _, x in letters.val_batches(7, rank, world_size)]
     assert torch.equal(torch.cat(parts), letters.x_val.float())
     assert [*range(7)][share(7, 0, 2)] + [*range(7)][share(7, 1, 2)] == [*range(7)]
 

@@ -12,6 +12,8 @@ from models import (
     MLPDecoder,
     OnePassEncoder,
     Patches,
+    ResNetDecoder,
+    ResNetEncoder,
     draw,
     token_kl,
     token_log_prob,
@@ -186,3 +188,146 @@ def test_a_training_pass_encodes_x_once_and_keeps_no_graph_of_sampling(kind):
     model(torch.rand(2, *X_SHAPE), 4)
     assert len(calls) == 1
     assert not model.sample(model.patch_encoder(torch.rand(2, *X_SHAPE)), 4).requires_grad
+
+
+# long codes: chunks, recomputation, bfloat16, compilation
+
+
+@pytest.mark.parametrize("chunk", (3, 4, 64))
+def test_a_cache_that_grows_in_chunks_changes_nothing(chunk):
+    model = encoder("aligned", n_tokens=10)
+    patches, noise = model.patch_encoder(torch.rand(3, *X_SHAPE)), torch.rand(3, 5, 10)
+    one_by_one = model.sample(patches, 5, noise)
+    model.cache_chunk = chunk
+    assert torch.equal(model.sample(patches, 5, noise), one_by_one)
+
+
+def test_a_compiled_sampler_draws_the_same_codes_from_few_compilations():
+    model = encoder("plain", n_tokens=12)
+    patches, noise = model.patch_encoder(torch.rand(2, *X_SHAPE)), torch.rand(2, 3, 12)
+    eager = model.sample(patches, 3, noise)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model.step, model.cache_chunk = torch.compile(model.step, backend=backend), 4
+    assert torch.equal(model.sample(patches, 3, noise), eager)
+    assert 1 <= len(graphs) <= 4  # one per shape of the cache or so, not one per token
+
+
+@pytest.mark.parametrize("kind", ("plain", "aligned"))
+def test_recomputing_in_pieces_changes_neither_scores_nor_gradients(kind):
+    model = encoder(kind)
+    x, noise = torch.rand(5, *X_SHAPE), torch.rand(5, 3, 8)
+    results = []
+    for pieces in (0, 1, 2, 5, 8):
+        model.recompute = pieces
+        z, log_q, kl = model(x, 3, noise, with_kl=True)
+        loss = (log_q.sin() + kl).sum()
+        results.append((z, log_q, kl, *torch.autograd.grad(loss, list(model.parameters()))))
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_recomputing_in_pieces_keeps_no_logits():
+    """Of everything that is kept for the backward pass, nothing is as large as the logits."""
+    model, kept = encoder("plain", vocab_size=300), []
+
+    def pack(t):
+        kept.append(t.numel())
+        return t
+
+    x, noise = torch.rand(4, *X_SHAPE), torch.rand(4, 3, 8)
+    for pieces in (0, 4):
+        kept.clear()
+        model.recompute = pieces
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(x, 3, noise)
+        assert (max(kept) >= 4 * 3 * 8 * 300) == (pieces == 0)
+
+
+def test_sampling_and_teacher_forcing_in_bfloat16_agree_as_well_as_it_allows():
+    """64 tokens: log q of a code within 0.2 nats, where it is rounded to 8 bits in many places."""
+    model = encoder("aligned", n_tokens=64, spread=1.0)
+    x, noise = torch.rand(3, *X_SHAPE), torch.rand(3, 5, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        z, log_q = model(x, 5, noise)
+        sampled = stepwise_log_prob(model, x, z, noise)
+    assert log_q.dtype == torch.float32
+    torch.testing.assert_close(sampled, log_q.detach(), atol=0.2, rtol=0)
+
+
+# ResNets
+
+
+@pytest.mark.parametrize(
+    "side, n_tokens, vocab_size, sizes",
+    [(32, 64, 512, (1_060_992, 257_958)), (256, 1024, 1024, (1_211_008, 330_198))],
+    ids=("cifar10", "imagenet"),
+)
+def test_image_models_have_the_sizes_of_the_paper(side, n_tokens, vocab_size, sizes):
+    shape = (3, side, side)
+    recognition = AutoregressiveEncoder(shape, n_tokens, vocab_size, 128, 4, 2, 4)
+    assert count(recognition) == sizes[0] + 128  # one more embedding: what enters at step 0
+    decoder = ResNetDecoder(shape, n_tokens, vocab_size, 128)
+    assert count(decoder) == sizes[1]
+    z = torch.randint(vocab_size, (2, 1, n_tokens))
+    assert decoder(z).mean.shape == (2, 1, *shape)
+
+
+def test_shapes_through_every_layer_of_the_resnet():
+    decoder, shapes = ResNetDecoder((3, 32, 32), 64, 512, 128), []
+    for layer in decoder.net:
+        layer.register_forward_hook(lambda layer, i, out: shapes.append(tuple(out.shape[1:])))
+    decoder.log_prob(torch.randn(2, 3, 32, 32), torch.randint(512, (2, 3, 64)))
+    up = [(64, 8, 8), (32, 16, 16), (32, 16, 16), (32, 16, 16), (6, 32, 32)]
+    assert shapes == [(64, 8, 8)] * 3 + up
+    encoder = ResNetEncoder((3, 32, 32), 64, 512, dim=16)
+    assert encoder(torch.randn(2, 3, 32, 32)).shape == (2, 64, 16)
+
+
+def test_the_gaussian_likelihood_is_that_of_torch_distributions():
+    torch.manual_seed(0)
+    decoder = ResNetDecoder((3, 8, 8), 16, 10, 8, hidden=8)
+    x, z = torch.randn(4, 3, 8, 8), torch.randint(10, (4, 5, 16))
+    decoder.log_prob(x, z)
+    decoder.eval()
+    ours = decoder.log_prob(x, z)  # (4, 5)
+    mean, log_var = decoder.moments(z)
+    normal = torch.distributions.Normal(mean.double(), log_var.double().exp().sqrt())
+    theirs = normal.log_prob(x.unsqueeze(1).double()).sum(dim=(2, 3, 4))
+    torch.testing.assert_close(ours.double(), theirs, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(decoder(z).log_prob(x.unsqueeze(1)), ours, atol=1e-3, rtol=1e-5)
+
+
+def test_the_variance_is_clipped_and_has_gradient_inside_the_clip_alone():
+    decoder = ResNetDecoder((3, 8, 8), 16, 10, 8, hidden=8)
+    raw = torch.tensor([-9.0, -4.7, -4.5, -1.0, -0.1, 0.1, 5.0])
+    bias = decoder.net[-1].bias
+    decoder.net[-1].weight.data.zero_()
+    x, z = torch.randn(1, 3, 8, 8), torch.randint(10, (1, 1, 16))
+    for value in raw:
+        bias.data[3:] = value
+        decoder.zero_grad()
+        variance = decoder.moments(z)[1].exp()
+        assert variance.min() >= 0.01 - 1e-6 and variance.max() <= 1
+        decoder.log_prob(x, z).sum().backward()
+        assert (bias.grad[3:] != 0).all() == (math.log(0.01) < value < 0)
+        assert (bias.grad[:3] != 0).all()
+
+
+@pytest.mark.parametrize(
+    "shape, n_tokens", [((3, 32, 32), 60), ((3, 32, 24), 64), ((3, 48, 48), 64)]
+)
+def test_images_that_do_not_halve_to_a_square_of_tokens_are_refused(shape, n_tokens):
+    with pytest.raises(ValueError, match=f"n_tokens is {n_tokens}"):
+        ResNetDecoder(shape, n_tokens, 512, 128)
+
+
+def test_the_resnet_starts_with_outputs_of_the_size_of_the_data():
+    torch.manual_seed(0)
+    mean, _ = ResNetDecoder((3, 32, 32), 64, 512, 128).moments(torch.randint(512, (64, 64)))
+    assert 0.3 < mean.std() < 3

@@ -411,7 +411,9 @@ def test_every_config_file_loads_and_opens_with_its_command(path, tmp_path):
     assert list(read_config(path))
     name = os.path.relpath(path, ROOT)
     with open(path) as file:
-        assert re.search(rf"python train.py (config/\w+.py )?{name}", file.read())
+        assert re.search(
+            rf"(python|torchrun --nproc_per_node=2) train.py (config/\w+.py )?{name}", file.read()
+        )
     # A setting that is refused late shows that everything before it was accepted.
     refuse(name, f"--out_dir={tmp_path}", "--dtype=none", match=("dtype", "float32 or bfloat16"))
 

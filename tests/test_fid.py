@@ -1,0 +1,163 @@
+"""FID against closed forms, scipy's matrix root and an independent definition of Inception."""
+
+import hashlib
+import importlib.util
+import os
+import sys
+import types
+
+import pytest
+import scipy.linalg
+import torch
+
+import eval as evaluation
+from data import Dataset
+from eval import (
+    FID_URL,
+    FID_WEIGHTS,
+    Inception,
+    Moments,
+    fid,
+    frechet_distance,
+    load_inception,
+)
+
+
+def gaussian(dim, rank=None, seed=0):
+    """A mean and a covariance, singular if rank < dim, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    root = torch.randn(dim, rank or dim, generator=generator, dtype=torch.float64)
+    return torch.randn(dim, generator=generator, dtype=torch.float64), root @ root.T
+
+
+def test_the_distance_has_its_closed_forms():
+    """Isotropic: |m_a - m_b|^2 + d (s_a - s_b)^2. Commuting: squared differences of roots."""
+    m_a, m_b, eye = torch.zeros(5), torch.full((5,), 2.0), torch.eye(5)
+    m_a, m_b, eye = m_a.double(), m_b.double(), eye.double()
+    distance = frechet_distance(m_a, 9 * eye, m_b, 4 * eye)
+    assert distance == pytest.approx(5 * 4 + 5 * (3 - 2) ** 2, abs=1e-9)
+    a, b = torch.tensor([1.0, 4, 9, 0, 16]).double(), torch.tensor([4.0, 4, 1, 25, 0]).double()
+    turn, _ = torch.linalg.qr(gaussian(5)[1])
+    distance = frechet_distance(m_a, turn @ a.diag() @ turn.T, m_a, turn @ b.diag() @ turn.T)
+    assert distance == pytest.approx((a.sqrt() - b.sqrt()).square().sum().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("rank", (40, 60, 15), ids=("full", "more than full", "singular"))
+def test_the_distance_agrees_with_scipy(rank):
+    (m_a, c_a), (m_b, c_b) = gaussian(40, rank, 0), gaussian(40, rank, 1)
+    jitter = 1e-10 * torch.eye(40, dtype=torch.float64)  # scipy needs it where ours does not
+    root = scipy.linalg.sqrtm(((c_a + jitter) @ (c_b + jitter)).numpy())
+    theirs = (m_a - m_b).square().sum() + c_a.trace() + c_b.trace() - 2 * root.trace().real
+    assert frechet_distance(m_a, c_a, m_b, c_b) == pytest.approx(theirs.item(), rel=1e-4)
+    assert frechet_distance(m_b, c_b, m_a, c_a) == pytest.approx(theirs.item(), rel=1e-4)
+
+
+def test_moments_in_batches_are_those_of_the_whole():
+    features = torch.randn(100, 7).double() + 50
+    moments = Moments(7)
+    for part in features.split(13):
+        moments.add(part)
+    mean, cov = moments.result()
+    torch.testing.assert_close(mean, features.mean(dim=0))
+    torch.testing.assert_close(cov, torch.cov(features.T))
+    assert abs(frechet_distance(mean, cov, mean, cov)) < 1e-3
+
+
+@pytest.fixture(scope="module")
+def random_weights(tmp_path_factory):
+    """A file like the published one, with random weights that keep activations alive."""
+    torch.manual_seed(0)
+    network = Inception()
+    for name, p in network.named_parameters():
+        if p.dim() == 4:
+            torch.nn.init.normal_(p, std=(2 / p[0].numel()) ** 0.5)
+        elif name.endswith("bn.bias"):
+            torch.nn.init.normal_(p, std=0.3)
+    for name, b in network.named_buffers():
+        if name.endswith("running_var"):
+            torch.nn.init.uniform_(b, 0.5, 1.5)
+        elif name.endswith("running_mean"):
+            torch.nn.init.normal_(b, std=0.2)
+    path = tmp_path_factory.mktemp("inception") / "weights.pth"
+    torch.save(network.state_dict(), path)
+    return path
+
+
+def independent_inception(path):
+    """That of torch-fidelity, without what its package imports: torchvision and its binaries."""
+    root = os.path.dirname(importlib.util.find_spec("torch_fidelity").origin)
+    package = types.ModuleType("torch_fidelity")
+    package.__path__ = [root]
+    sys.modules["torch_fidelity"] = package
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+    return FeatureExtractorInceptionV3("inception", ["2048"], str(path))
+
+
+def test_inception_has_the_names_shapes_and_activations_of_an_independent_definition(
+    random_weights, monkeypatch
+):
+    theirs = independent_inception(random_weights)
+    network = Inception()
+    shapes = {name: tuple(t.shape) for name, t in network.state_dict().items()}
+    assert shapes == {name: tuple(t.shape) for name, t in theirs.state_dict().items()}
+    network.load_state_dict(torch.load(random_weights, weights_only=True))
+    network.eval()
+    pixels = torch.randint(256, (2, 3, 299, 299), dtype=torch.uint8)
+    with torch.no_grad():
+        ours = network(pixels / 256)  # theirs maps 128 to 0, as TensorFlow did; ours 127.5
+        (expected,) = theirs(pixels)
+    assert ours.shape == (2, 2048) and ours.std() > 0.01
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_inception_has_the_manifest_of_the_published_file():
+    """94 convolutions with BatchNorm and one linear layer: names and shapes by their hash."""
+    tensors = Inception().state_dict()
+    rows = [f"{k} {tuple(v.shape)}" for k, v in tensors.items() if "num_batches" not in k]
+    assert len(rows) == 94 * 5 + 2
+    assert sum(p.numel() for p in Inception().parameters()) == 23_850_960
+    manifest = hashlib.sha256("\n".join(sorted(rows)).encode()).hexdigest()
+    assert manifest[:16] == "d84f693f2abd7fea"
+
+
+def test_weights_that_are_not_the_published_ones_are_refused(random_weights, monkeypatch):
+    with pytest.raises(ValueError, match="not the published file; get it from https"):
+        load_inception(random_weights, "cpu")
+    with pytest.raises(ValueError, match="No such file"):
+        load_inception("nowhere.pth", "cpu")
+    digest = hashlib.sha256(random_weights.read_bytes()).hexdigest()
+    monkeypatch.setattr(evaluation, "FID_WEIGHTS", FID_WEIGHTS.replace("6726825d", digest[:8]))
+    assert load_inception(random_weights, "cpu")(torch.rand(1, 3, 32, 32)).shape == (1, 2048)
+    assert FID_URL.endswith(FID_WEIGHTS)
+
+
+class Mirror(torch.nn.Module):
+    """Gives back what it gets, plus noise of a given size."""
+
+    def __init__(self, x_val, size):
+        super().__init__()
+        self.encoder = types.SimpleNamespace(n_tokens=1)
+        self.x, self.size = x_val, size
+
+    def encode(self, x, noise):
+        return x
+
+    def decode(self, x):
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+        return types.SimpleNamespace(mean=x + self.size * noise)
+
+
+def test_fid_is_zero_for_the_images_themselves_and_grows_with_noise(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "CACHE_DIR", str(tmp_path))
+    x = torch.randint(256, (60, 3, 8, 8), dtype=torch.uint8)
+    y = torch.zeros(60)
+    images = Dataset("cifar10", x, y, x, y, white=255)
+
+    def network(images):  # in place of Inception: few features, so that 60 images are many
+        return images.flatten(1) @ torch.linspace(-1, 1, 192 * 6).view(192, 6)
+
+    monkeypatch.setattr(evaluation, "Moments", lambda: Moments(6))
+    distances = [fid(Mirror(x, size), images, network, 25, "cpu") for size in (0, 0.1, 0.3)]
+    assert abs(distances[0]) < 1e-3 and distances[0] + 1e-3 < distances[1] < distances[2]
+    assert len(list(tmp_path.glob("fid_*.pt"))) == 1  # moments of the images, computed once
