@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from conftest import ROOT, TINY, environment, run, succeed
 from test_data import write_mnist
+from test_images import photograph
 
 with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
     README = file.read()
@@ -22,16 +23,20 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A copy of the project in which README commands leave their traces, and a tiny MNIST."""
+    """A copy of the project in which README commands leave their traces, with tiny data sets."""
     folder = tmp_path_factory.mktemp("readme") / "daps"
     ignore = shutil.ignore_patterns(".*", "out", "__pycache__", "assets")
     shutil.copytree(ROOT, folder, ignore=ignore)
     write_mnist(folder / "data" / "mnist", n=64)
+    for part in ("data/imagenet/train/a", "data/imagenet/val/a", "pictures"):
+        os.makedirs(folder / part)
+        for i in range(20):
+            photograph(40, 30, seed=i).save(folder / part / f"{i}.JPEG")
     return folder
 
 
 def in_copy(copy, *command):
-    return succeed(*command, cwd=copy, DAPS_DATA=str(copy / "data"))
+    return succeed(*command, cwd=copy, DAPS_DATA=str(copy / "data"), DAPS_CACHE=str(copy / "cache"))
 
 
 def test_the_readme_has_commands_to_install_train_test_and_compare():
@@ -56,9 +61,11 @@ def test_every_readme_command_runs_in_order(copy):
         elif words == ["-m", "pytest"]:
             assert "test_every_readme_command" in in_copy(copy, *words, "--collect-only", "-q")
         elif "train.py" in words:
-            in_copy(copy, *words, *TINY)
-        else:
-            in_copy(copy, *words)
+            images = "imagenet" in part
+            small = ("--n_tokens=16", "--image_size=32", "--n_workers=1") if images else ()
+            in_copy(copy, *words, *TINY, *small)
+        else:  # the weights of Inception are not at hand: test_fid.py has its own
+            in_copy(copy, *(word for word in words if not word.startswith("--fid_weights")))
     assert len(COMMANDS) >= 6
 
 
