@@ -75,6 +75,12 @@ class Examples:
         """Standardised x in units in which the range of the signal is 1: pixels in [0, 1]."""
         return x * self.std.to(x.device) + self.mean.to(x.device)
 
+    error_names = ()
+
+    def errors(self, x, mean):
+        """Further measures of how far reconstructions are from x: (N,) for each of error_names."""
+        return ()
+
 
 def read_ahead(read, keys, n_workers):
     """read(key) for each key, in order, by processes that work ahead."""
@@ -563,7 +569,316 @@ def imagenet(data_dir, image_size=256):
     return ImageFolder("imagenet", *files, image_size)
 
 
-DATASETS = {"glyphs": glyphs, "mnist": mnist, "cifar10": cifar10, "imagenet": imagenet}
+# ---------------------------------------------------------------------------------------------
+# LAFAN1, motion of people retargeted to the Unitree H1 robot
+
+LAFAN_URL = "https://huggingface.co/datasets/lvhaidong/LAFAN1_Retargeting_Dataset/resolve/main/h1/"
+LAFAN_VAL = ("dance2_subject2", "fight1_subject2", "run2_subject1", "walk2_subject4")
+LAFAN_FILES = {  # sha256
+    "dance1_subject1": "741ffc4541e0b235528b662cc5d48444e51eb1f583a644104d0f77eb74aaa33a",
+    "dance1_subject2": "879a41e51dff423a6f38ecd1c46e2200a3a0b49378295baae9b90bf45a3d0cc2",
+    "dance1_subject3": "345f832292cd679d4ad0df4e8d470fbe2a59021665e05147557445d71710ec43",
+    "dance2_subject1": "dd0bb1d670e10e922088039cfed0ffe6d92cfc679a5c5c4b7c67fa9d2dab484f",
+    "dance2_subject2": "3d85b8805ee7dd60ae642fda7bcbc16f50cd51729b009310c57275776f48c4d5",
+    "dance2_subject3": "7f923152099c51b5c991f4fbd15c306938107a3831ed07e0918cfb963cc868ab",
+    "dance2_subject4": "cc9cc0b09833a9c76f1fa80fa011155401d2578c8f51214510c351e63f159ded",
+    "dance2_subject5": "79131f6c85a47d940a34a9c80fc100e85d26bec0f94e19b911eb7289867112e3",
+    "fallAndGetUp1_subject1": "3f3ce6dae557824cf8c403612fbe5cb638016a09b2e7e76afd5410a97b971eed",
+    "fallAndGetUp1_subject4": "47b93bf42490ff86c4ac4165f8485ede096e0dcd663e688793587cebf3067663",
+    "fallAndGetUp1_subject5": "304bf9f677023ee264090cfbc33692168c8e1218291c3e953c4d17dfe84fbf51",
+    "fallAndGetUp2_subject2": "40d66b9518d87f4546111f08c7d3af47d8bff5fefeb5938c717bcf590a8e4911",
+    "fallAndGetUp2_subject3": "0122a6356b49504608a4a5b3c69e89f01b56ecb4ff9d3ee252259b49baeb8c95",
+    "fallAndGetUp3_subject1": "a13f9979f6198e2357fb75047dbeeac1de38f4b1332f40605f1a834d63bac03b",
+    "fight1_subject2": "43cb12bcd690b99c3ad6c4d81131e386b3feb6c5eb667d5521c5d05f6d9b6e9e",
+    "fight1_subject3": "3f3b02b77d22cc5d0fd1b8347e27847f951f6bbb8b35e32115a0331c2eaf2bab",
+    "fight1_subject5": "1fdc44087a23300bd2a3998738b539f8074e0be7b7c8a4d0a3f82b604b714a32",
+    "fightAndSports1_subject1": "79aeb659913b754fb69356a3e2d24fc08106791a80df4b131c144a87e908f86f",
+    "fightAndSports1_subject4": "dc9225f5fdf0015d23f6e3db3f5d4047278b1c67eb3b18a461c13cc3ec6da6cf",
+    "jumps1_subject1": "277ce96fb63f00732df09bc8372f1d09b7e955896528a87c88afd728464fa24a",
+    "jumps1_subject2": "7ad7683dd2d5289fb37e5ee1b10c53a45f152f94e1f1236edd219cdca05d21f3",
+    "jumps1_subject5": "6ed9772cdabbfb39f831b0fbe93bcc5f1876562ef8865370a24516a5d3742949",
+    "run1_subject2": "f04071a7c590f7368ee2ea2d055ce259993c75cbf11dd041c257414e1f095f63",
+    "run1_subject5": "a7b911995e0aded12dffe1bf49a104efadc7fd14aaf1b796053ce50f69f9df21",
+    "run2_subject1": "579d6091313657390d1d74d478ba62fe39e07da1de2c627c4f524f95e5245f5b",
+    "run2_subject4": "6221913b21e2f065cba8f7efc0d9b2fa19fffdaa470d497e97fe21927ec628c0",
+    "sprint1_subject2": "8fa0d2d6ff808fde3bf735f09d96e803ecca879a86129696df162552bf1e22da",
+    "sprint1_subject4": "6f3196c818c7114299b0cfdd3d4e3091f2f19243f8bfc709ca2d9f1534a73522",
+    "walk1_subject1": "38ef42249a9e8a4c658a46ad00aaf00a61e28992b5da5a97ab3f032a935280bf",
+    "walk1_subject2": "c290ee82e1493c8db8fe36a777d803ceb495d753f10569df334ef555941c07f6",
+    "walk1_subject5": "a1a1ba3d66454a526dc60923738142099a534c6d946eb8090051e22bda70aec5",
+    "walk2_subject1": "5abc173b40fd615df1f453d0ea4358abffd143cb5d817c3b2aaee4c9584ec4de",
+    "walk2_subject3": "e61d392146b015e17696288d06a3a960e81b8b0f0b4eda92568f36232dab8e66",
+    "walk2_subject4": "e9486c7c1884e76544dbd3b60c2e979a695e34031021fcc5433e89c7664f969a",
+    "walk3_subject1": "97365395f9992b66e68ff906837821f7477ce19bbbcfe25c18cf01c78d6b0e0c",
+    "walk3_subject2": "04bf99cad408b70c99ed64d0cf33bf1e595a4d6026be76a2bcfdb35ecc742a3c",
+    "walk3_subject3": "ea6f3af5b9b7cfc8092e7ec6e4e13e83387318c6bd1b7fc8cc42e522e0540d89",
+    "walk3_subject4": "6736207f56c5806b1e1fb0552fbefe8bc27170d5b7d7f20f561182797becee73",
+    "walk3_subject5": "7a001fb33ac10037c5fd6bd340086fc9c796793cedb0bb1a58e48b1f432fcaeb",
+    "walk4_subject1": "de335cb7a81988a43545be8e7bbe21ba066d9c1bc793f5e6372e44ff2870b559",
+}
+FRAMES, FPS = 32, 30  # of a segment; per second
+
+# The robot's links: name, parent (0 is the pelvis, 1 the first link, ...), offset from the parent
+# in metres, axis of the joint, tilt of the joint about x in radians, middle of the joint's range.
+TILT = 2 * math.atan2(0.216438, 0.976296)
+H1 = (
+    ("left hip yaw", 0, (0, 0.0875, -0.1742), "z", 0, 0),
+    ("left hip roll", 1, (0.039468, 0, 0), "x", 0, 0),
+    ("left hip pitch", 2, (0, 0.11536, 0), "y", 0, -0.305),
+    ("left knee", 3, (0, 0, -0.4), "y", 0, 0.895),
+    ("left ankle", 4, (0, 0, -0.4), "y", 0, -0.175),
+    ("right hip yaw", 0, (0, -0.0875, -0.1742), "z", 0, 0),
+    ("right hip roll", 6, (0.039468, 0, 0), "x", 0, 0),
+    ("right hip pitch", 7, (0, -0.11536, 0), "y", 0, -0.305),
+    ("right knee", 8, (0, 0, -0.4), "y", 0, 0.895),
+    ("right ankle", 9, (0, 0, -0.4), "y", 0, -0.175),
+    ("torso", 0, (0, 0, 0), "z", 0, 0),
+    ("left shoulder pitch", 11, (0.0055, 0.15535, 0.42999), "y", TILT, 0),
+    ("left shoulder roll", 12, (-0.0055, 0.0565, -0.0165), "x", -TILT, 1.385),
+    ("left shoulder yaw", 13, (0, 0, -0.1343), "z", 0, 1.575),
+    ("left elbow", 14, (0.0185, 0, -0.198), "y", 0, 0.68),
+    ("right shoulder pitch", 11, (0.0055, -0.15535, 0.42999), "y", -TILT, 0),
+    ("right shoulder roll", 16, (-0.0055, -0.0565, -0.0165), "x", TILT, -1.385),
+    ("right shoulder yaw", 17, (0, 0, -0.1343), "z", 0, -1.575),
+    ("right elbow", 18, (0.0185, 0, -0.198), "y", 0, 0.68),
+)
+
+
+def multiply(a, b):
+    """Quaternions (..., 4), real part first: first b's rotation, then a's."""
+    (aw, av), (bw, bv) = ((q[..., :1], q[..., 1:]) for q in (a, b))
+    real = aw * bw - (av * bv).sum(dim=-1, keepdim=True)
+    return torch.cat(
+        [real, aw * bv + bw * av + torch.linalg.cross(*torch.broadcast_tensors(av, bv))], dim=-1
+    )
+
+
+def conjugate(q):
+    return q * q.new_tensor([1, -1, -1, -1])
+
+
+def rotate(q, v):
+    """Vectors v (..., 3) turned by unit quaternions q (..., 4)."""
+    w, u = q[..., :1], q[..., 1:]
+    u, v = torch.broadcast_tensors(u, v)
+    cross = 2 * torch.linalg.cross(u, v)
+    return v + w * cross + torch.linalg.cross(u, cross)
+
+
+def about(axis, angle):
+    """The rotation by angle (...) about an axis "x", "y" or "z": (..., 4)."""
+    q = angle.new_zeros(*angle.shape, 4)
+    q[..., 0], q[..., 1 + "xyz".index(axis)] = (angle / 2).cos(), (angle / 2).sin()
+    return q
+
+
+def forward_kinematics(angles):
+    """Joint angles (..., 19) -> positions (..., 19, 3) and orientations (..., 19, 4) of the links
+    in the frame of the pelvis."""
+    still = angles.new_tensor([1.0, 0, 0, 0]).expand(*angles.shape[:-1], 4)
+    positions, turns = [angles.new_zeros(*angles.shape[:-1], 3)], [still]
+    for j, (_, parent, offset, axis, tilt, _) in enumerate(H1):
+        positions.append(positions[parent] + rotate(turns[parent], angles.new_tensor(offset)))
+        joint = multiply(about("x", angles.new_tensor(tilt)), about(axis, angles[..., j]))
+        turns.append(multiply(turns[parent], joint))
+    return torch.stack(positions[1:], dim=-2), torch.stack(turns[1:], dim=-2)
+
+
+def inverse_kinematics(turns):
+    """Joint angles (..., 19) from the links' orientations (..., 19, 4), which need not be exact:
+    what a joint cannot do is left out."""
+    angles = []
+    for j, (_, parent, _, axis, tilt, middle) in enumerate(H1):
+        above = turns[..., parent - 1, :] if parent else turns.new_tensor([1.0, 0, 0, 0])
+        joint = multiply(conjugate(above), turns[..., j, :])
+        joint = multiply(about("x", turns.new_tensor(-tilt)), joint)
+        angle = 2 * torch.atan2(joint[..., 1 + "xyz".index(axis)], joint[..., 0])
+        angles.append(torch.remainder(angle - middle + math.pi, 2 * math.pi) + middle - math.pi)
+    return torch.stack(angles, dim=-1)
+
+
+def read_motion(path):
+    """The frames of a file, (n, 26) float64: root position (3), quaternion x y z w, 19 angles."""
+    advice = "delete the file to download it anew"
+    try:
+        frames = np.loadtxt(path, delimiter=",", ndmin=2)
+    except (OSError, ValueError) as fault:
+        reason = str(fault).splitlines()[0]
+        raise DataError(f"{path}: cannot be read ({reason}); {advice}") from None
+    if frames.shape[1] != 26:
+        raise DataError(f"{path}: has {frames.shape[1]} columns, must have 26; {advice}")
+    if not np.isfinite(frames).all():
+        line = np.argmin(np.isfinite(frames).all(axis=1)) + 1
+        raise DataError(f"{path}, line {line}: a number is not finite; {advice}")
+    if abs(np.linalg.norm(frames[:, 3:7], axis=1) - 1).max() > 1e-3:
+        line = np.argmax(abs(np.linalg.norm(frames[:, 3:7], axis=1) - 1)) + 1
+        raise DataError(f"{path}, line {line}: columns 4 to 7 are no unit quaternion; {advice}")
+    if len(frames) < FRAMES:
+        raise DataError(f"{path}: has {len(frames)} frames, must have at least {FRAMES}; {advice}")
+    return frames
+
+
+def motion_features(frames):
+    """What does not depend on the segment: frames (n, 26) float64 -> link features (n, 133), root
+    position (n, 3), orientation (n, 4), linear and angular velocity in its own frame (n, 6)."""
+    frames = torch.from_numpy(frames)
+    positions, turns = forward_kinematics(frames[:, 7:])
+    turns = turns * torch.where(turns[..., :1] < 0, -1.0, 1.0)
+    links = torch.cat([positions, turns], dim=-1).flatten(1).float()  # (n, 19 * 7)
+    place, q = frames[:, :3], frames[:, [6, 3, 4, 5]]
+    q = q / q.norm(dim=1, keepdim=True)
+    later = torch.arange(len(q)).add(1).clamp_max(len(q) - 1)
+    earlier = torch.arange(len(q)).sub(1).clamp_min(0)
+    seconds = (later - earlier).unsqueeze(1) / FPS
+    speed = rotate(conjugate(q), place[later] - place[earlier]) / seconds
+    turn = multiply(conjugate(q[earlier]), q[later])
+    turn = turn * torch.where(turn[:, :1] < 0, -1.0, 1.0)
+    sine = turn[:, 1:].norm(dim=1, keepdim=True)
+    angle = 2 * torch.atan2(sine, turn[:, :1])
+    spin = turn[:, 1:] / sine.clamp_min(1e-12) * angle / seconds
+    return links, place, q, torch.cat([speed, spin], dim=1)
+
+
+class Motion(Examples):
+    """Segments of 32 frames as features (32, 121): for each of 19 links its position and
+    orientation in the frame of the pelvis; for the root its position and orientation relative to
+    where the segment begins (on the ground below the first frame, x ahead), its linear and angular
+    velocity. Columns that hardly vary in training (variance below 1e-5) are dropped: 25 of 146.
+    """
+
+    name, workers, error_names = "lafan", False, ("cm", "degrees")
+
+    def __init__(self, clips):
+        """clips: for "train" and "val", the features of each file."""
+        self.parts, self.starts = {}, {}
+        for split, stride in (("train", 1), ("val", FRAMES)):
+            self.parts[split] = [torch.cat(part) for part in zip(*clips[split], strict=True)]
+            ends = np.cumsum([len(links) for links, *_ in clips[split]])
+            begins = [0, *ends[:-1]]
+            self.starts[split] = [
+                torch.arange(a, b - FRAMES + 1, stride) for a, b in zip(begins, ends, strict=True)
+            ]
+        self.val_files = torch.arange(sum(map(len, self.starts["val"]))).split(
+            [len(starts) for starts in self.starts["val"]]
+        )  # the segments of each validation file
+        self.starts = {split: torch.cat(starts) for split, starts in self.starts.items()}
+        self.n_train, self.n_val = len(self.starts["train"]), len(self.starts["val"])
+        # Statistics of training alone: links over all frames, the root over segments.
+        links = self.parts["train"][0]
+        every = self.starts["train"][:: FRAMES // 2]
+        root = self.segments("train", every)[..., -13:].flatten(0, 1)
+        mean, var = (torch.cat([f(links, 0), f(root, 0)]) for f in (torch.mean, torch.var))
+        low = torch.cat([links.amin(dim=0), root.amin(dim=0)])
+        high = torch.cat([links.amax(dim=0), root.amax(dim=0)])
+        self.keep, self.all_mean = var >= 1e-5, mean
+        self.shape = (FRAMES, int(self.keep.sum()))
+        self.mean, self.std = (t[self.keep].float() for t in (mean, var.sqrt()))
+        self.range = (high - low)[self.keep].float()
+
+    def segments(self, split, starts):
+        """Segments that begin at these frames: (N, 32, 146) float64, all columns."""
+        index = starts.unsqueeze(1) + torch.arange(FRAMES)
+        links, place, q, velocity = (part[index] for part in self.parts[split])
+        origin, heading = self.origin(place[:, 0], q[:, 0])
+        back = conjugate(heading).unsqueeze(1)  # (N, 1, 4)
+        place, q = rotate(back, place - origin.unsqueeze(1)), multiply(back, q)
+        # A rotation has two quaternions: take w >= 0 first, then go on without a jump.
+        flips = (q[:, 1:] * q[:, :-1]).sum(dim=-1, keepdim=True).sign()
+        first = torch.where(q[:, :1, :1] < 0, -1.0, 1.0).to(q)
+        q = q * torch.cat([first, flips], dim=1).cumprod(dim=1)
+        return torch.cat([links, place, q, velocity], dim=-1)
+
+    def origin(self, place, q):
+        """Where a segment begins: the point on the ground (N, 3), the rotation to its heading."""
+        w, x, y, z = q.unbind(dim=-1)
+        yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
+        return place * place.new_tensor([1, 1, 0]), about("z", yaw)
+
+    def standardised(self, x):
+        return (x[..., self.keep].float() - self.mean) / self.std
+
+    def train_batch(self, seed, step, batch_size, rank=0, world_size=1):
+        """This rank's share of training batch `step`: (batch_size / world_size, *shape) float32."""
+        index = train_indices(self.n_train, seed, step, batch_size)
+        index = index[share(batch_size, rank, world_size)]
+        return self.standardised(self.segments("train", self.starts["train"][index]))
+
+    def val_examples(self, index):
+        """Validation examples (n, *shape) float32, and which of the index they are: all."""
+        return self.standardised(self.segments("val", self.starts["val"][index])), slice(None)
+
+    def unit(self, x):
+        """Standardised x in units in which each feature has a range of 1 in training."""
+        return x * (self.std / self.range).to(x.device)
+
+    def frames(self, x, origin=None):
+        """The inverse: features (N, 32, 121) -> frames (N, 32, 26) float64 as in the files, in the
+        world if origin (point, heading) is given."""
+        full = self.all_mean.expand(*x.shape[:-1], -1).clone()
+        full[..., self.keep] = (x.cpu().float() * self.std + self.mean).double()
+        turns = full[..., :133].unflatten(-1, (19, 7))[..., 3:]
+        angles = inverse_kinematics(turns / turns.norm(dim=-1, keepdim=True).clamp_min(1e-9))
+        place, q = full[..., 133:136], full[..., 136:140]
+        q = q / q.norm(dim=-1, keepdim=True).clamp_min(1e-9)
+        if origin is not None:
+            point, heading = (t.unsqueeze(1) for t in origin)
+            place, q = rotate(heading, place) + point, multiply(heading, q)
+        return torch.cat([place, q[..., [1, 2, 3, 0]], angles], dim=-1)
+
+    def true_origin(self, index):
+        """Where validation segments begin in the world."""
+        start = self.starts["val"][index]
+        return self.origin(self.parts["val"][1][start], self.parts["val"][2][start])
+
+    def errors(self, x, mean):
+        """Of joint positions in cm and of joint angles in degrees, after the inverse."""
+        true, ours = self.frames(x), self.frames(mean)
+        distance = (joint_positions(true) - joint_positions(ours)).norm(dim=-1)  # (N, 32, 20)
+        angle = (true[..., 7:] - ours[..., 7:]).abs()
+        angle = torch.minimum(angle, 2 * math.pi - angle) * 180 / math.pi
+        return 100 * distance.mean(dim=(1, 2)), angle.mean(dim=(1, 2))
+
+    val_index = ImageFolder.val_index
+
+    def input_scale(self):
+        return 0.0, 1.0
+
+
+def joint_positions(frames):
+    """Positions of the pelvis and the 19 links in the world: (..., 26) -> (..., 20, 3)."""
+    positions, _ = forward_kinematics(frames[..., 7:])
+    q = frames[..., None, [6, 3, 4, 5]]
+    return torch.cat([frames[..., None, :3], rotate(q, positions) + frames[..., None, :3]], dim=-2)
+
+
+def lafan(data_dir):
+    """The 40 files in data_dir/lafan1/h1, downloaded if missing. Features are computed once and
+    kept for next time."""
+    folder = os.path.join(data_dir, "lafan1", "h1")
+    paths = {name: os.path.join(folder, f"{name}.csv") for name in LAFAN_FILES}
+    for name, path in paths.items():
+        if not os.path.exists(path):
+            download([f"{LAFAN_URL}{name}.csv"], path, LAFAN_FILES[name])
+    key = fingerprint(["features, version 1", H1], list(paths.values()))
+    cache = os.path.join(os.path.expanduser(CACHE_DIR), f"lafan_{key}.pt")
+    try:
+        clips = torch.load(cache, weights_only=True)
+    except Exception:  # not there yet, or damaged
+        clips = {"train": [], "val": []}
+        for name, path in tqdm(paths.items(), desc="features", leave=False, disable=None):
+            split = "val" if name in LAFAN_VAL else "train"
+            clips[split].append(motion_features(read_motion(path)))
+        write_whole(cache, clips)
+    return Motion(clips)
+
+
+DATASETS = {
+    "glyphs": glyphs,
+    "mnist": mnist,
+    "cifar10": cifar10,
+    "imagenet": imagenet,
+    "lafan": lafan,
+}
 
 
 # ---------------------------------------------------------------------------------------------

@@ -22,10 +22,21 @@ from torch import nn
 from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Relaxed
 from configurator import configure, die
 from daps import DAPS
-from data import CACHE_DIR, VAL_NOISE, load_dataset, uniform_noise, write_whole
+from data import (
+    CACHE_DIR,
+    FRAMES,
+    H1,
+    LAFAN_VAL,
+    VAL_NOISE,
+    joint_positions,
+    load_dataset,
+    uniform_noise,
+    write_whole,
+)
 from models import (
     AutoregressiveEncoder,
     MLPDecoder,
+    MotionDecoder,
     OnePassEncoder,
     ResNetDecoder,
     ResNetEncoder,
@@ -55,7 +66,7 @@ METHODS |= {f"{name}_na": METHODS[name] for name in ("daps", "gumbel", "grmck", 
 AUTOREGRESSIVE = ("daps", "gumbel", "grmck", "rloo", "ppo")  # the others see x in one pass
 VECTORS = ("vqvae", "fsq", "gaussian")  # methods whose encoder gives vectors, not logits
 DECODERS = {"glyphs": MLPDecoder, "mnist": MLPDecoder}
-DECODERS |= {"cifar10": ResNetDecoder, "imagenet": ResNetDecoder}
+DECODERS |= {"cifar10": ResNetDecoder, "imagenet": ResNetDecoder, "lafan": MotionDecoder}
 
 
 def fsq_levels(config):
@@ -87,7 +98,11 @@ def build_model(config, x_shape):
     else:
         encoder = OnePassEncoder(x_shape, **size)
     vocab_size = 0 if method in VECTORS else config["vocab_size"]
-    decoder = DECODERS[config["dataset"]](x_shape, config["n_tokens"], vocab_size, width)
+    decoder = DECODERS[config["dataset"]]
+    size = ()
+    if decoder is MotionDecoder:
+        size = (config["n_heads"], config["decoder_layers"], config["mlp_ratio"])
+    decoder = decoder(x_shape, config["n_tokens"], vocab_size, width, *size)
     model = METHODS[method](encoder, decoder, config)
     if isinstance(model, DAPS):
         model.noise_shape = (config["n_samples"], config["n_tokens"])
@@ -165,16 +180,19 @@ def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
     beta_elbo   log_px - beta kl; None where there is no q (VQ-VAE, FSQ)
     log_px      log p(x|z), nats
     kl          KL(q(z|x) || prior), nats: exact per token given the tokens before it; or None
-    psnr        10 log10(1 / mse) per image on [0, 1] pixels, of the decoder's mean as it is
+    psnr        10 log10(1 / mse) per image on [0, 1] pixels, of the decoder's mean as it is; of
+                motion, features are divided by their range in training
     code_usage  share of the V values that a position uses at all, mean over positions
     perplexity  exp(entropy) of a position's marginal, mean over positions
-    The last two are None, and so are the counts, where the code is not discrete.
+    cm          motion alone: distance of joints from where they should be, mean over joints
+    degrees     motion alone: difference of joint angles, mean over joints
+    Use and perplexity are None, and so are the counts, where the code is not discrete.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     was_training = model.training
     model.eval()
     n_tokens, vocab_size = model.encoder.n_tokens, model.encoder.vocab_size
-    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    sums = torch.zeros(4 + len(data.error_names), dtype=torch.float64, device=device)
     counts = torch.zeros(n_tokens * vocab_size, dtype=torch.float64, device=device)
     offsets = torch.arange(n_tokens, device=device) * vocab_size
     noise = validation_noise(model, len(data.val_index(limit)), rank, world_size)
@@ -190,14 +208,15 @@ def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
         has_kl, discrete = kl is not None, not z.is_floating_point()
         kl = kl if has_kl else torch.zeros(1, device=device)
         values = (p.log_prob(x), kl, -10 * mse.log10(), torch.ones_like(mse))
-        sums += torch.stack([t.double().sum() for t in values])
+        values += data.errors(x, p.mean)
+        sums += torch.stack([t.double().sum().to(device) for t in values])
         if discrete:
             counts += torch.bincount((z + offsets).flatten(), minlength=len(counts))
     if world_size > 1:
         dist.all_reduce(sums)
         dist.all_reduce(counts)
     model.train(was_training)
-    log_px, kl, psnr = (sums[:3] / sums[3]).tolist()
+    log_px, kl, psnr, _, *errors = (sums / sums[3]).tolist()
     counts = counts.view(n_tokens, vocab_size)
     marginal = counts / counts.sum(dim=1, keepdim=True)
     metrics = {
@@ -209,6 +228,7 @@ def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
         "perplexity": torch.special.entr(marginal).sum(dim=1).exp().mean().item()
         if discrete
         else None,
+        **dict(zip(data.error_names, errors, strict=True)),
     }
     return metrics, counts if discrete else None
 
@@ -264,6 +284,94 @@ def draw_samples(model, data, rows=6):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return grid(data.unit(model.sample(rows * columns).mean), columns)
+
+
+BONES = [  # a colour for each link: left, right, middle
+    {"left": COLOURS[0], "right": COLOURS[1]}.get(name.split()[0], INK) for name, *_ in H1
+]
+
+
+def draw_figure(pen, joints, left, top, size):
+    """A stick figure: joints (20, 3) in metres around a point on the ground, seen from ahead and to
+    the side; the square holds 1.8 m."""
+    neck = joints[[12, 16]].mean(
+        dim=0
+    )  # between the shoulders, which hang on it, not on the pelvis
+    head = neck + 0.15 * (neck - joints[0]) / (neck - joints[0]).norm().clamp_min(1e-6)
+    x, y, z = torch.cat([joints, neck[None], head[None]]).unbind(dim=-1)
+    across, up = (y - x) / 2**0.5, z + 0.12 * (x + y)
+    points = [
+        (left + size * (0.5 + a / 1.8), top + size * (0.95 - b / 1.8))
+        for a, b in zip(across.tolist(), up.tolist(), strict=True)
+    ]
+    thickness = max(2, size // 40)
+    pen.line([points[0], points[20]], INK, thickness)
+    for j, (_, parent, *_) in enumerate(H1):
+        pen.line([points[20 if parent == 11 else parent], points[j + 1]], BONES[j], thickness)
+    pen.circle(points[21], size // 20, INK)
+
+
+def film(rows, frame_numbers, size=120):
+    """Stick figures over time: rows of (label, joints (32, 20, 3)), each followed by one column."""
+    page = Image.new("RGB", (110 + len(frame_numbers) * size, len(rows) * size), PAPER)
+    pen = ImageDraw.Draw(page)
+    for i, (label, joints) in enumerate(rows):
+        middle = joints[:, :1] * joints.new_tensor([1, 1, 0])  # keep the figure in its square
+        pen.text((6, (i + 0.5) * size), label, INK, font(), anchor="lm")
+        for column, t in enumerate(frame_numbers):
+            draw_figure(pen, (joints - middle)[t], 110 + column * size, i * size, size)
+    return page
+
+
+def reconstruct_motion(model, data, device, index):
+    """True and reconstructed frames of validation segments in the world: (N, 32, 26) each."""
+    x, _ = data.val_examples(index)
+    noise = validation_noise(model, data.n_val)[index].to(device)
+    mean = model.decode(model.encode(x.to(device), noise=noise)).mean
+    origin = data.true_origin(index)
+    return data.frames(x, origin), data.frames(mean, origin)
+
+
+def draw_motion(model, data, device):
+    """A segment of each validation file, over the decoder's mean for one code of it."""
+    index = torch.stack([segments[len(segments) // 2] for segments in data.val_files])
+    rows = []
+    for name, *pair in zip(LAFAN_VAL, *reconstruct_motion(model, data, device, index), strict=True):
+        name = name.replace("_subject", "\nsubject ")
+        rows += [
+            (label, joint_positions(f)) for label, f in zip((name, "decoded"), pair, strict=True)
+        ]
+    return film(rows, range(0, FRAMES, 4))
+
+
+def draw_motion_samples(model, data, n=6):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        frames = data.frames(model.sample(n).mean)
+    rows = [(f"sample {i + 1}", joint_positions(f)) for i, f in enumerate(frames)]
+    return film(rows, range(0, FRAMES, 4))
+
+
+def write_motion(model, data, device, out_dir, seconds=8, size=300):
+    """motion.csv: the first validation file, decoded segment by segment, in the files' format.
+    motion.gif: the beginning of it, true on the left and decoded on the right."""
+    true, ours = reconstruct_motion(model, data, device, data.val_files[0])
+    rows = "\n".join(",".join(f"{v:.6f}" for v in frame) for frame in ours.flatten(0, 1).tolist())
+    with open(os.path.join(out_dir, "motion.csv"), "w") as file:
+        file.write(rows + "\n")
+    n = min(len(true), seconds * 30 // FRAMES)
+    pages = []
+    for pair in zip(true[:n].flatten(0, 1), ours[:n].flatten(0, 1), strict=True):
+        page = Image.new("RGB", (2 * size, size), PAPER)
+        pen = ImageDraw.Draw(page)
+        for i, frame in enumerate(pair):
+            joints = joint_positions(frame)
+            middle = joint_positions(pair[0])[:1] * joints.new_tensor([1, 1, 0])
+            draw_figure(pen, joints - middle, i * size, 0, size)
+            pen.text((i * size + 8, 8), ("true", "decoded")[i], INK, font())
+        pages.append(page.quantize(32))
+    path = os.path.join(out_dir, "motion.gif")
+    pages[0].save(path, save_all=True, append_images=pages[1:], duration=33, loop=0)
 
 
 def draw_codes(counts, columns=4, cell=8):
@@ -617,10 +725,10 @@ def report(
         data.mean, data.std = model.x_mean.cpu(), model.x_std.cpu()  # those of its training
         settings = (config["beta_final"], batch_size, device)
         metrics, counts = evaluate(model, data, *settings, n_workers=n_workers)
-        colour = data.shape[0] == 3
-        measurable = inception and colour
-        metrics["fid"] = fid(model, data, inception, batch_size, device) if measurable else None
-        missing_fid |= colour and not inception
+        if data.shape[0] == 3:  # in colour
+            ready = inception is not None
+            metrics["fid"] = fid(model, data, inception, batch_size, device) if ready else None
+            missing_fid |= not ready
         encoder_size, decoder_size = n_parameters(model)
         row = {
             "run": os.path.normpath(out_dir),
@@ -636,13 +744,21 @@ def report(
         with open(os.path.join(out_dir, "eval.json"), "w") as file:
             json.dump(row, file, indent=2)
         with torch.no_grad():
+            motion = data.name == "lafan"
+            reconstruct, sample = (
+                (draw_motion, draw_motion_samples)
+                if motion
+                else (draw_reconstructions, draw_samples)
+            )
             pictures = {
-                "reconstructions": draw_reconstructions(model, data, device),
-                "samples": draw_samples(model, data),
+                "reconstructions": reconstruct(model, data, device),
+                "samples": sample(model, data),
                 "curves": draw_curves([out_dir]),
             }
             if counts is not None:
                 pictures["codes"] = draw_codes(counts)
+            if motion:
+                write_motion(model, data, device, out_dir)
         for name, picture in pictures.items():
             picture.save(os.path.join(out_dir, f"{name}.png"))
         rows.append(row)
@@ -667,6 +783,8 @@ def print_table(rows):
         "KL": ("kl", "{:.2f}"),
         "PSNR": ("psnr", "{:.2f}"),
         "FID": ("fid", "{:.2f}"),
+        "cm": ("cm", "{:.2f}"),
+        "degrees": ("degrees", "{:.2f}"),
         "codes used": ("code_usage", "{:.1%}"),
         "perplexity": ("perplexity", "{:.1f}"),
         "encoder": ("encoder", "{:,}"),
@@ -675,10 +793,14 @@ def print_table(rows):
         "s/step": ("s_per_step", "{:.3f}"),
         "MiB": ("memory", "{:,.0f}"),
     }
+    columns = {k: column for k, column in columns.items() if any(column[0] in row for row in rows)}
     table = [list(columns)]
     for row in rows:
         table.append(
-            ["-" if row[key] is None else form.format(row[key]) for key, form in columns.values()]
+            [
+                "-" if row.get(key) is None else form.format(row[key])
+                for key, form in columns.values()
+            ]
         )
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:

@@ -84,6 +84,20 @@ class Patches(nn.Module):
         return x.reshape(x.size(0), self.rows * self.columns, self.dim)
 
 
+class Resample(nn.Module):
+    """Segments of motion (N, frames, features) at twice as many places: (N, P, H), P = 2 frames."""
+
+    def __init__(self, x_shape, n_tokens, width):
+        super().__init__()
+        frames, features = x_shape
+        if n_tokens != 2 * frames:
+            raise ValueError(f"n_tokens is {n_tokens}, must be {2 * frames} for {frames} frames")
+        self.conv = nn.ConvTranspose1d(features, width, 4, stride=2, padding=1)
+
+    def forward(self, x):
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
 class Attention(nn.Module):
     """Multi-head attention without biases, with keys and values computed apart.
 
@@ -208,21 +222,24 @@ class CodeBlock(nn.Module):
 
 
 class PatchEncoder(nn.Module):
-    """x -> (N, P, H): standardise, cut into patches, embed, transformer blocks, LayerNorm."""
+    """x -> (N, P, H): standardise, cut into patches, embed, transformer blocks, LayerNorm. Motion
+    is resampled instead of cut."""
 
     def __init__(self, x_shape, n_tokens, width, n_heads, n_layers, mlp_ratio):
         super().__init__()
         self.register_buffer("x_mean", torch.tensor(0.0))
         self.register_buffer("x_std", torch.tensor(1.0))
-        self.patches = Patches(x_shape, n_tokens)
-        self.embed = nn.Linear(self.patches.dim, width)
+        if len(x_shape) == 2:
+            self.embed = Resample(x_shape, n_tokens, width)
+        else:
+            patches = Patches(x_shape, n_tokens)
+            self.embed = nn.Sequential(patches, nn.Linear(patches.dim, width))
         self.register_buffer("positions", sinusoids(n_tokens, width), persistent=False)
         self.blocks = nn.ModuleList(Block(width, n_heads, mlp_ratio) for _ in range(n_layers))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x):
-        x = self.patches((x - self.x_mean) / self.x_std)  # (N, P, D)
-        h = self.embed(x) + self.positions  # (N, P, H)
+        h = self.embed((x - self.x_mean) / self.x_std) + self.positions  # (N, P, H)
         for block in self.blocks:
             h = block(h)
         return self.norm(h)
@@ -550,6 +567,42 @@ def gaussian_log_prob(x, mean, log_var):
     return -((x - mean).square() * (-log_var).exp() + log_var + math.log(2 * math.pi)) / 2
 
 
+class MotionDecoder(Decoder):
+    """Segments of motion, Gaussian per feature with a fixed variance of 0.25: embed tokens,
+    transformer blocks, LayerNorm, linear, strided convolution to half the length, linear."""
+
+    VARIANCE = 0.25
+
+    def __init__(self, x_shape, n_tokens, vocab_size, width, n_heads, n_layers, mlp_ratio):
+        super().__init__(vocab_size, width)
+        self.register_buffer("positions", sinusoids(n_tokens, width), persistent=False)
+        self.blocks = nn.ModuleList(Block(width, n_heads, mlp_ratio) for _ in range(n_layers))
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+        self.conv = nn.Conv1d(width, width, 4, stride=2, padding=1)
+        self.head = nn.Linear(width, x_shape[1])
+        init_weights(self, embedding_std=1.0)
+
+    def mean(self, z):
+        """The mean of x given z: (..., frames, features) float32."""
+        h = self.vectors(z)  # (..., B, H)
+        lead = h.shape[:-2]
+        h = h.flatten(0, -3) + self.positions  # (M, B, H)
+        for block in self.blocks:
+            h = block(h)
+        h = self.conv(self.out(self.norm(h)).transpose(1, 2)).transpose(1, 2)  # (M, frames, H)
+        return self.head(h).float().unflatten(0, lead)
+
+    def log_prob(self, x, z):
+        mean = self.mean(z)  # (N, K, frames, features)
+        log_var = mean.new_tensor(math.log(self.VARIANCE))
+        return gaussian_log_prob(x.unsqueeze(1), mean, log_var).flatten(2).sum(dim=-1)
+
+    def forward(self, z):
+        mean = self.mean(z)
+        normal = torch.distributions.Normal(mean, self.VARIANCE**0.5, validate_args=False)
+        return independent(normal, 2)
+
+
 class ResNetEncoder(nn.Module):
     """A vector of `dim` numbers per token, like VectorEncoder, from strided convolutions: the
     encoder of the VQ-VAE paper."""
@@ -579,14 +632,14 @@ def init_weights(module, embedding_std):
     large ones lets the tokens before, at first random, drown what it sees of x.
     """
     for m in module.modules():
-        if isinstance(m, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
-            fan_in = m.weight[0].numel()
-            if isinstance(
-                m, nn.ConvTranspose2d
-            ):  # (in, out, 4, 4); one input in four at each place
-                fan_in = m.weight[:, 0].numel() // math.prod(m.stride)
-            nn.init.normal_(m.weight, std=fan_in**-0.5)
-            if m.bias is not None:
-                nn.init.zeros_(m.bias)
-        elif isinstance(m, nn.Embedding):
-            nn.init.normal_(m.weight, std=embedding_std)
+        if isinstance(m, nn.Embedding):
+            std = embedding_std
+        elif isinstance(m, (nn.Linear, nn.Conv1d, nn.Conv2d)):
+            std = m.weight[0].numel() ** -0.5
+        elif isinstance(m, (nn.ConvTranspose1d, nn.ConvTranspose2d)):  # (in, out, 4, ...)
+            std = (m.weight[:, 0].numel() / math.prod(m.stride)) ** -0.5  # with gaps between inputs
+        else:
+            continue
+        nn.init.normal_(m.weight, std=std)
+        if getattr(m, "bias", None) is not None:
+            nn.init.zeros_(m.bias)

@@ -49,7 +49,7 @@ except ImportError:  # Windows
 
 # what
 method = "daps"  # daps, gumbel, grmck, rloo (each also _na: in one pass), ppo, reinmax_na, ...
-dataset = "glyphs"  # glyphs: drawn on the spot; mnist, cifar10: found or downloaded; imagenet
+dataset = "glyphs"  # glyphs: drawn on the spot; mnist, cifar10, lafan: downloaded; imagenet
 data_dir = DATA_DIR  # holds a folder per data set; or, for imagenet, images in folders
 image_size = 256  # imagenet: side of the images
 out_dir = "out/glyphs_daps"  # checkpoints, log and pictures go here
@@ -62,6 +62,7 @@ width = 64  # H
 n_heads = 4  # attention heads
 n_layers = 1  # transformer blocks, per side where there are two (autoregressive)
 mlp_ratio = 4  # hidden width of a block's MLP over H
+decoder_layers = 2  # lafan: transformer blocks of the decoder
 resnet_encoder = False  # vqvae, fsq, gaussian in colour: convolutions instead of a transformer
 aligned = True  # the query of token t also sees patch t (in one pass it always does)
 # the estimator
@@ -122,6 +123,7 @@ for key, fine, wanted in (
     ),
     ("n_layers", n_layers >= 1, "at least 1"),
     ("mlp_ratio", mlp_ratio >= 1, "at least 1"),
+    ("decoder_layers", decoder_layers >= 1, "at least 1"),
     (
         "aligned",
         aligned or method in AUTOREGRESSIVE,
