@@ -17,8 +17,8 @@ import gzip
 import hashlib
 import json
 import math
+import multiprocessing
 import os
-import signal
 import string
 import struct
 import sys
@@ -83,8 +83,9 @@ class Examples:
 
 
 def read_ahead(read, keys, n_workers):
-    """read(key) for each key, in order, by processes that work ahead."""
-    if n_workers == 0:
+    """read(key) for each key, in order, by processes that work ahead; where a system cannot fork,
+    by this one."""
+    if n_workers == 0 or "fork" not in multiprocessing.get_all_start_methods():
         return map(read, keys)
     return iter(
         DataLoader(
@@ -92,7 +93,8 @@ def read_ahead(read, keys, n_workers):
             batch_size=None,
             sampler=keys,
             num_workers=n_workers,
-            worker_init_fn=leave_interrupts_to_the_parent,
+            multiprocessing_context="fork",
+            worker_init_fn=leave_the_group,
             pin_memory=torch.cuda.is_available(),
         )
     )
@@ -106,8 +108,9 @@ class Reading:
         return self.read(key)
 
 
-def leave_interrupts_to_the_parent(worker):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process in the terminal
+def leave_the_group(worker):
+    """Ctrl-C and torchrun signal all processes of a group; workers shall end with their parent."""
+    os.setpgrp()
 
 
 @dataclass
@@ -356,7 +359,7 @@ def read_cifar(path, open_file):
     try:
         with open_file() as file:
             body = file.read(10_000 * CIFAR10_RECORD + 1)
-    except (OSError, KeyError, AttributeError) as fault:  # not there; not a file
+    except (OSError, KeyError, AttributeError, TypeError) as fault:  # not there; not a file
         reason = getattr(fault, "strerror", None) or fault
         raise DataError(f"{path}: cannot be read ({reason}); delete it to download anew") from None
     if len(body) == 0 or len(body) % CIFAR10_RECORD:
@@ -452,8 +455,9 @@ class ImageFolder(Examples):
         path = os.path.join(os.path.expanduser(CACHE_DIR), f"statistics_{key}.json")
         try:
             with open(path) as file:
-                mean, std = json.load(file)
-            return (torch.tensor(t, dtype=torch.float32).view(3, 1, 1) for t in (mean, std))
+                mean, std = torch.tensor(json.load(file), dtype=torch.float32).view(2, 3, 1, 1)
+            if std.min() > 0:
+                return mean, std
         except (OSError, ValueError, TypeError, RuntimeError):
             pass  # not there yet, or damaged
         sums, n_pixels = torch.zeros(2, 3, dtype=torch.float64), 0
@@ -473,7 +477,13 @@ class ImageFolder(Examples):
 
 def fingerprint(shape, files):
     """Changes when the files do: their names, sizes and times."""
-    stats = [(path, (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in files]
+    stats = []
+    for path in files:
+        try:
+            stat = os.stat(path)
+            stats.append((path, stat.st_size, stat.st_mtime_ns))
+        except OSError:  # a link that leads nowhere
+            stats.append(path)
     return hashlib.sha256(repr([shape, stats]).encode()).hexdigest()[:16]
 
 
@@ -506,6 +516,8 @@ def read_image(path, crop, size):
         shrink = max(1.0, min(box[2] - box[0], box[3] - box[1]) / size)
         image.draft("RGB", (int(width / shrink), int(height / shrink)))
         sx, sy = image.width / width, image.height / height
+        if image.mode.startswith(("I", "F")):
+            raise ValueError(f"pixels of mode {image.mode}, not of 8 bits")
         if image.mode not in ("RGB", "L"):
             image = image.convert("RGB")  # CMYK, palettes, transparency
         box = (box[0] * sx, box[1] * sy, box[2] * sx, box[3] * sy)
@@ -540,6 +552,7 @@ def find_images(folder):
             folders.clear()  # a link that leads back
             continue
         seen.add(os.path.realpath(place))
+        folders.sort()  # of two links to one folder, the first counts
         names = [n for n in names if n.lower().endswith(IMAGES) and not n.startswith(".")]
         found += [os.path.join(place, name) for name in names]
     return sorted(found)

@@ -7,6 +7,7 @@ From Python, load("out/glyphs_daps") gives a model with encode(x), decode(z) and
 Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token.
 """
 
+import copy
 import hashlib
 import json
 import math
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
-from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Relaxed
+from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Quantised, Relaxed
 from configurator import configure, die
 from daps import DAPS
 from data import (
@@ -28,6 +29,7 @@ from data import (
     H1,
     LAFAN_VAL,
     VAL_NOISE,
+    DataError,
     joint_positions,
     load_dataset,
     uniform_noise,
@@ -192,6 +194,7 @@ def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
     was_training = model.training
     model.eval()
     n_tokens, vocab_size = model.encoder.n_tokens, model.encoder.vocab_size
+    has_kl, discrete = not isinstance(model, Quantised), not isinstance(model, Gaussian)
     sums = torch.zeros(4 + len(data.error_names), dtype=torch.float64, device=device)
     counts = torch.zeros(n_tokens * vocab_size, dtype=torch.float64, device=device)
     offsets = torch.arange(n_tokens, device=device) * vocab_size
@@ -204,9 +207,7 @@ def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
         p = model.decode(z)
         error = (data.unit(p.mean) - data.unit(x)).square()
         mse = error.flatten(1).mean(dim=1).clamp_min(1e-10)  # (N,)
-        kl = model.kl(x, z)
-        has_kl, discrete = kl is not None, not z.is_floating_point()
-        kl = kl if has_kl else torch.zeros(1, device=device)
+        kl = model.kl(x, z) if has_kl else torch.zeros(1, device=device)
         values = (p.log_prob(x), kl, -10 * mse.log10(), torch.ones_like(mse))
         values += data.errors(x, p.mean)
         sums += torch.stack([t.double().sum().to(device) for t in values])
@@ -216,6 +217,8 @@ def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
         dist.all_reduce(sums)
         dist.all_reduce(counts)
     model.train(was_training)
+    if sums[3] == 0:
+        raise DataError(f"{data.name}: no validation example could be read")
     log_px, kl, psnr, _, *errors = (sums / sums[3]).tolist()
     counts = counts.view(n_tokens, vocab_size)
     marginal = counts / counts.sum(dim=1, keepdim=True)
@@ -229,6 +232,7 @@ def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
         if discrete
         else None,
         **dict(zip(data.error_names, errors, strict=True)),
+        "examples": int(sums[3]),
     }
     return metrics, counts if discrete else None
 
@@ -271,8 +275,9 @@ def draw_reconstructions(model, data, device, pairs=4):
     n = min(pairs, data.n_val // columns) * columns
     index = data.val_index(n)
     x, kept = data.val_examples(index)
-    x = x.to(device)
-    noise = validation_noise(model, data.n_val)[index][kept].to(device)
+    n = len(x) // columns * columns  # whole rows
+    x = x[:n].to(device)
+    noise = validation_noise(model, data.n_val)[index][kept][:n].to(device)
     mean = model.decode(model.encode(x, noise=noise)).mean
     rows = zip(x.split(columns), mean.split(columns), strict=True)
     return grid(data.unit(torch.cat([image for row in rows for image in row])), columns)
@@ -678,17 +683,18 @@ def frechet_distance(mean_a, cov_a, mean_b, cov_b):
 
 
 @torch.no_grad()
-def fid(model, data, inception, batch_size, device):
+def fid(model, data, inception, batch_size, device, n_workers=0):
     """FID of reconstructions to the validation images themselves, both rounded to 8 bits. Moments
     of the images are kept for next time."""
-    path = os.path.join(os.path.expanduser(CACHE_DIR), f"fid_{data.key()}.pt")
+    name = f"fid_{data.key()}_{FID_WEIGHTS[-12:-4]}.pt"
+    path = os.path.join(os.path.expanduser(CACHE_DIR), name)
     try:
         known = torch.load(path, weights_only=True)
     except Exception:  # not there yet, or damaged
         known = None
     noise = validation_noise(model, data.n_val)
     truth, ours = Moments(), Moments()
-    for rows, x in data.val_batches(batch_size):
+    for rows, x in data.val_batches(batch_size, n_workers=n_workers):
         x = x.to(device)
         mean = model.decode(model.encode(x, noise=noise[rows].to(device))).mean
         for moments, images in ((ours, mean), (truth, x)):
@@ -716,19 +722,22 @@ def report(
     curves="out/curves.png",
 ):
     """Evaluate runs, write eval.json and pictures into each folder, print one table of all."""
-    rows, missing_fid = [], False
+    rows, missing_fid, skipped = [], False, 0
     inception = load_inception(os.path.expanduser(fid_weights), device) if fid_weights else None
     for out_dir in out_dirs:
         model = load(out_dir, checkpoint, device)
         config = model.config
         data = load_dataset(config["dataset"], data_dir or config["data_dir"], config["image_size"])
+        data = copy.copy(data)  # others keep theirs
         data.mean, data.std = model.x_mean.cpu(), model.x_std.cpu()  # those of its training
         settings = (config["beta_final"], batch_size, device)
         metrics, counts = evaluate(model, data, *settings, n_workers=n_workers)
         if data.shape[0] == 3:  # in colour
             ready = inception is not None
-            metrics["fid"] = fid(model, data, inception, batch_size, device) if ready else None
+            settings = (inception, batch_size, device, n_workers)
+            metrics["fid"] = fid(model, data, *settings) if ready else None
             missing_fid |= not ready
+        skipped += data.n_val - metrics["examples"]
         encoder_size, decoder_size = n_parameters(model)
         row = {
             "run": os.path.normpath(out_dir),
@@ -763,6 +772,8 @@ def report(
             picture.save(os.path.join(out_dir, f"{name}.png"))
         rows.append(row)
     print_table(rows)
+    if skipped:
+        print(f"{skipped} files could not be decoded and were left out")
     if missing_fid:
         print(f"FID: needs --fid_weights=path to {FID_WEIGHTS}, from {FID_URL}")
     print("pictures in each folder: reconstructions.png, samples.png, codes.png, curves.png")

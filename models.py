@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
 
 
@@ -176,7 +175,7 @@ class Cache:
     def window(self, t):
         n = min((t // self.chunk + 1) * self.chunk, self.k.size(2))
         here = self.steps[t : t + 1]
-        mask = None if n == t + 1 else (self.steps[:n] <= here).unsqueeze(0)
+        mask = None if self.chunk == 1 else (self.steps[:n] <= here).unsqueeze(0)
         return Window(self.k[:, :, :n], self.v[:, :, :n], here, mask)
 
 
@@ -302,7 +301,8 @@ class AutoregressiveEncoder(nn.Module):
         if not self.recompute:
             return score(patches, z).unbind()
         pieces = zip(patches.chunk(self.recompute), z.chunk(self.recompute), strict=True)
-        parts = [checkpoint(score, *piece, use_reentrant=False) for piece in pieces]
+        options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random here
+        parts = [checkpoint(score, *piece, **options) for piece in pieces]
         return torch.cat(parts, dim=1).unbind()
 
     def kl(self, x, z):
@@ -467,17 +467,30 @@ def independent(distribution, n_dims):
 # ResNets
 
 
+class AllReduce(torch.autograd.Function):
+    """The sum of t over all processes, with gradient."""
+
+    @staticmethod
+    def forward(ctx, t):
+        t = t.clone()
+        dist.all_reduce(t)
+        return t
+
+    backward = forward
+
+
 class BatchNorm(nn.BatchNorm2d):
     """BatchNorm over the whole batch, also when several processes share it: on GPUs and CPUs."""
 
     def forward(self, h):
         if not (self.training and dist.is_available() and dist.is_initialized()):
             return super().forward(h)
-        moments = torch.stack(
-            [h.float().mean(dim=(0, 2, 3)), h.float().square().mean(dim=(0, 2, 3))]
-        )
-        mean, square = all_reduce(moments) / dist.get_world_size()  # (C,) each, with gradient
-        var = (square - mean.square()).clamp_min(0)
+        # Moments around the running mean: the difference of two large squares would be rounded.
+        around = self.running_mean.clone()
+        shifted = h.float() - around.view(-1, 1, 1)
+        moments = torch.stack([shifted.mean(dim=(0, 2, 3)), shifted.square().mean(dim=(0, 2, 3))])
+        offset, square = AllReduce.apply(moments) / dist.get_world_size()  # (C,) each
+        mean, var = around + offset, (square - offset.square()).clamp_min(0)
         with torch.no_grad():
             n = h.numel() / h.size(1) * dist.get_world_size()
             self.running_mean.lerp_(mean, self.momentum)
@@ -538,7 +551,7 @@ class ResNetDecoder(Decoder):
         n = halvings(x_shape, n_tokens)
         for i in range(n):  # each doubles the side and halves the channels
             last = i == n - 1
-            channels = 2 * x_shape[0] if last else hidden // 2
+            channels = 2 * x_shape[0] if last else max(4, hidden // 2)
             layers += [nn.ReLU(), nn.ConvTranspose2d(hidden, channels, 4, stride=2, padding=1)]
             layers += [] if last else [BatchNorm(channels)]
             hidden = channels
@@ -613,8 +626,9 @@ class ResNetEncoder(nn.Module):
         n, channels = halvings(x_shape, n_tokens), x_shape[0]
         layers = []
         for i in range(n):  # each halves the side and doubles the channels
-            layers += [nn.Conv2d(channels, hidden >> n - 1 - i, 4, stride=2, padding=1), nn.ReLU()]
-            channels = hidden >> n - 1 - i
+            wider = max(4, hidden >> n - 1 - i)
+            layers += [nn.Conv2d(channels, wider, 4, stride=2, padding=1), nn.ReLU()]
+            channels = wider
         layers += [nn.Conv2d(hidden, hidden, 3, padding=1)]
         layers += [Residual(hidden) for _ in range(n_blocks)]
         self.net = nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(hidden, dim, 1))

@@ -155,7 +155,11 @@ for key, fine, wanted in (
         f"a multiple of {world_size} processes times accumulate = {accumulate}",
     ),
     ("recompute", recompute >= 0, "zero (off) or more"),
-    ("recompute", recompute == 0 or method in AUTOREGRESSIVE, f"0 for {method}, which has no use"),
+    (
+        "recompute",
+        recompute == 0 or method in ("daps", "rloo", "ppo"),
+        f"0 for {method}, which scores no codes",
+    ),
     ("resnet_encoder", not resnet_encoder or method in VECTORS, f"False for {method}"),
     ("image_size", image_size >= 8, "at least 8"),
     ("n_workers", n_workers >= 0, "zero or more"),
@@ -379,12 +383,16 @@ while step < max_steps:
     if hasattr(raw_model, "tau"):
         raw_model.tau.fill_(anneal(tau_init, tau_final, step))
     rate = optimizer.param_groups[0]["lr"] = learning_rate(step)
-    x = next(batches).to(device, non_blocking=True)  # (N, *shape)
+    try:
+        x = next(batches).to(device, non_blocking=True)  # (N, *shape)
+    except (DataError, RuntimeError) as fault:  # the latter from a worker that broke down
+        die(f"batch {step} could not be read: {str(fault).splitlines()[-1]}")
     noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, raw_model.noise_shape, **place)
     beta_now = torch.tensor(beta, device=device)
     parts = list(zip(x.chunk(accumulate), noise.to(device).chunk(accumulate), strict=True))
     for epoch in range(getattr(raw_model, "n_epochs", 1)):  # PPO goes over a batch several times
         options = {"epoch": epoch} if epoch > 0 else {}
+        buffers = [buffer.clone() for buffer in raw_model.buffers()]
         seen = []
         for x, noise in parts:
             last = len(seen) == accumulate - 1
@@ -398,7 +406,9 @@ while step < max_steps:
         if math.isfinite(grad_norm):
             optimizer.step()
             bad_in_a_row = 0
-        else:  # leave parameters and optimizer as they are
+        else:  # leave parameters, optimizer and running moments as they are
+            for buffer, before in zip(raw_model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
             progress["skipped"] += 1
             bad_in_a_row += 1
             if bad_in_a_row == max_skipped:
@@ -429,7 +439,11 @@ while step < max_steps:
         progress["memory"] = max(progress["memory"], peak_memory())
         if evaluating:
             size = batch_size // accumulate
-            val, _ = evaluate(raw_model, data, beta_final, size, device, eval_examples, n_workers)
+            try:
+                limits = (eval_examples, n_workers)
+                val, _ = evaluate(raw_model, data, beta_final, size, device, *limits)
+            except DataError as fault:
+                die(fault)
             if chief:
                 log("val", val)
                 shown = {
@@ -462,6 +476,6 @@ for number in (signal.SIGINT, signal.SIGTERM):
 if chief:
     try:
         best_or_last = "best" if os.path.exists(best_path) else "last"
-        report([out_dir], best_or_last, data_dir, device)
+        report([out_dir], best_or_last, data_dir, device, n_workers=n_workers)
     except (ValueError, OSError) as fault:
         die(fault)

@@ -31,5 +31,4 @@ warmup_steps = 0
 weight_decay = 1e-4
 grad_clip = 0.0
 eval_interval = 1000
-eval_examples = 2000
 log_interval = 100

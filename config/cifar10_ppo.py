@@ -2,7 +2,7 @@
 
     python train.py config/cifar10_ppo.py
 
-The paper's sizes, steps and schedules.
+The paper's sizes and steps, the schedule of its DAPS; it gives no hyperparameters of PPO.
 Hardware: made for one GPU.
 Expect: the paper has a validation beta-ELBO of 416.31, a PSNR of 23.30 dB and an FID of 176.29
 (to statistics of ImageNet-64, where ours is to the validation images: they do not compare).
@@ -31,5 +31,4 @@ warmup_steps = 0
 weight_decay = 1e-4
 grad_clip = 0.0
 eval_interval = 1000
-eval_examples = 2000
 log_interval = 100

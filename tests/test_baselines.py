@@ -19,6 +19,7 @@ from baselines import (
     exponential,
     gumbel_rao,
     gumbel_softmax,
+    more_noise,
     reinmax,
 )
 from daps import DAPS
@@ -186,21 +187,40 @@ def test_relaxations_are_finite_for_extreme_logits_and_noise(relax):
     logits = torch.randn(4, 1024) * 50
     logits[0], logits[1, 0] = 0.0, 50.0
     logits.requires_grad_()
-    mc = 3 if relax is gumbel_rao else 0
-    u = torch.rand(4, (mc + 1) * 1024)
+    u = torch.rand(4, 1024)
     u[:, ::7], u[:, ::11] = 0.0, 1 - 2**-24
-    y = relax(logits, u, torch.tensor(0.1))
+    y = relax(logits, u, torch.tensor(0.1), *([3] if relax is gumbel_rao else []))
     (y * torch.randn(4, 1024)).sum().backward()
     assert y.isfinite().all() and logits.grad.isfinite().all()
 
 
+def test_noise_made_from_noise_is_uniform_and_independent():
+    """Of the original, of other sets, of other columns and of other rows; of equal numbers, too."""
+    u = torch.rand(2000, 64, generator=torch.Generator().manual_seed(0))
+    for base in (u, torch.full_like(u[:100], 0.5)):
+        sets = torch.stack([more_noise(base, m) for m in range(20)])  # (20, n, 64)
+        assert sets.min() >= 0 and sets.max() < 1
+        counts = torch.histc(sets, 50, 0, 1)
+        if base is u:
+            chi_square = ((counts - sets.numel() / 50) ** 2 / (sets.numel() / 50)).sum().item()
+            assert chi_square < 90  # 49 degrees of freedom
+        assert len(sets[:, 0].unique()) > 0.99 * 20 * 64  # equal numbers in other columns differ
+    columns = torch.cat([u, sets_of(u)], dim=1)  # (2000, 4 * 64)
+    correlation = torch.corrcoef(columns.T) - torch.eye(columns.size(1))
+    assert correlation.abs().max() < 6 / 2000**0.5
+
+
+def sets_of(u):
+    return torch.cat([more_noise(u, m) for m in (0, 1, 57)], dim=1)
+
+
 def test_the_gradient_of_gumbel_rao_is_that_of_its_average_of_softmaxes():
     torch.manual_seed(0)
-    logits, u, tau = torch.randn(5, 7, requires_grad=True), torch.rand(5, 4 * 7), torch.tensor(0.6)
+    logits, u, tau = torch.randn(5, 7, requires_grad=True), torch.rand(5, 7), torch.tensor(0.6)
     weights = torch.randn(5, 7)
-    y = gumbel_rao(logits, u, tau)
+    y = gumbel_rao(logits, u, tau, 3)
     (ours,) = torch.autograd.grad((y * weights).sum(), logits)
-    e = exponential(u[:, 7:]).view(5, 3, 7).transpose(0, 1)  # (M, 5, 7)
+    e = exponential(torch.stack([more_noise(u, m) for m in range(3)]))  # (M, 5, 7)
     with torch.no_grad():
         log_p = logits.log_softmax(dim=-1)
         shift = conditional_gumbels(log_p, y.argmax(dim=-1), e) - logits

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import types
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from test_train import assert_same_run, log_rows, refuse
 
 import data
 from data import CIFAR10_RECORD, DataError, cifar10, imagenet, random_crop, read_image
-from eval import load_checkpoint
+from eval import draw_reconstructions, load_checkpoint
 
 # CIFAR-10
 
@@ -92,11 +93,12 @@ def bad_cifar(tmp_path, fault):
             target.write_bytes(target.read_bytes()[: target.stat().st_size // 2])
         elif fault == "not an archive":
             target.write_bytes(b"<html>moved</html>")
-        elif fault == "link":
+        elif fault in ("link", "folder"):
             with tarfile.open(target, "w:gz") as tar:
                 for name in (*data.CIFAR10_TRAIN, "test_batch.bin"):
                     member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
-                    member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+                    member.type = tarfile.SYMTYPE if fault == "link" else tarfile.DIRTYPE
+                    member.linkname = "/etc/passwd"
                     tar.addfile(member)
         subprocess.run(["rm", "-r", folder], check=True)
 
@@ -108,6 +110,7 @@ FAULTS = {
     "truncated archive": "tar.gz: cannot be read",
     "not an archive": "tar.gz: cannot be read",
     "link": "tar.gz: cannot be read",
+    "folder": "tar.gz: cannot be read",
 }
 
 
@@ -174,6 +177,9 @@ def write_mess(root):
         (a / "empty.JPEG").write_bytes(b"")
         (a / "notes.txt").write_text("not an image")
         (a / "._wide.JPEG").write_text("left by another system")
+        os.symlink(root / "nowhere", a / "dangling.JPEG")
+        deep = Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64))
+        deep.save(a / "sixteen_bits.png")
     os.symlink(root / "train", root / "train" / "b" / "loop")
 
 
@@ -182,16 +188,17 @@ def test_a_messy_folder_is_read_and_what_is_broken_is_named_counted_and_skipped(
 ):
     write_mess(tmp_path / "imagenet")
     found = imagenet(str(tmp_path), image_size=32)
-    assert found.shape == (3, 32, 32) and found.n_train == found.n_val == 12
-    x = torch.cat([found.train_batch(0, step, 6) for step in range(8)])
-    assert x.shape == (48, 3, 32, 32) and x.isfinite().all()
+    assert found.shape == (3, 32, 32) and found.n_train == found.n_val == 14
+    x = torch.cat([found.train_batch(0, step, 7) for step in range(8)])
+    assert x.shape == (56, 3, 32, 32) and x.isfinite().all()
     batches = list(found.val_batches(5))
     assert [len(rows) for rows, _ in batches] == [len(x) for _, x in batches]
     assert sum(len(x) for _, x in batches) == 10
-    assert found.broken["train"].sum() == found.broken["val"].sum() == 2
+    assert found.broken["train"].sum() == found.broken["val"].sum() == 4
     warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 4  # each once
-    assert all("is skipped" in line and ("broken" in line or "empty" in line) for line in warnings)
+    assert len(warnings) == 8 and all("is skipped" in line for line in warnings)
+    for name in ("broken", "empty", "dangling", "sixteen_bits"):  # each once per split
+        assert sum(f"/{name}." in line for line in warnings) == 2
 
 
 def test_images_stand_upright_and_keep_their_colours(tmp_path):
@@ -214,6 +221,15 @@ def test_images_stand_upright_and_keep_their_colours(tmp_path):
 def test_decoding_small_makes_the_same_picture_as_decoding_large(tmp_path, monkeypatch):
     """JPEG draft mode, against Pillow's own crop and resize of the whole image."""
     photograph(1200, 900).save(tmp_path / "large.JPEG", quality=95)
+    sizes, resize = [], Image.Image.resize
+
+    def recorded(image, *arguments):
+        sizes.append(image.size)
+        return resize(image, *arguments)
+
+    monkeypatch.setattr(Image.Image, "resize", recorded)
+    read_image(tmp_path / "large.JPEG", lambda w, h: (0, 0, w, h), 64)
+    assert sizes == [(150, 113)]  # an eighth
     rng = np.random.default_rng(0)
     for _ in range(5):
         box = random_crop(rng, 1200, 900)
@@ -285,8 +301,9 @@ def test_statistics_are_those_of_the_images_and_are_kept_until_the_files_change(
     kept.write_text(json.dumps([[0.1, 0.2, 0.3], [1, 1, 1]]))
     again = imagenet(str(tmp_path / "pictures"), image_size=32)
     assert again.mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
-    kept.write_text("[damaged")
-    assert torch.equal(imagenet(str(tmp_path / "pictures"), image_size=32).mean, found.mean)
+    for damage in ("[damaged", "[[0.1], [1]]", "[[0, 0, 0], [0, 0, 0]]", "7"):
+        kept.write_text(damage)
+        assert torch.equal(imagenet(str(tmp_path / "pictures"), image_size=32).mean, found.mean)
     photograph(32, 32, seed=9).save(tmp_path / "pictures" / "1.png")
     assert not torch.equal(imagenet(str(tmp_path / "pictures"), image_size=32).mean, found.mean)
 
@@ -333,18 +350,19 @@ def test_real_photographs_are_read(cache, capsys):
     assert not any(flags.any() for flags in found.broken.values())
 
 
-def test_ctrl_c_does_not_reach_the_workers(tmp_path, cache):
-    """A worker that is interrupted with everyone else goes on until its parent is done."""
+@pytest.mark.parametrize("number", ("SIGINT", "SIGTERM"))
+def test_signals_to_all_processes_do_not_end_the_workers(tmp_path, cache, number):
+    """They go on until their parent is done: Ctrl-C, torchrun and schedulers signal everyone."""
     os.makedirs(tmp_path / "pictures")
     for i in range(4):
         photograph(20, 20, seed=i).save(tmp_path / "pictures" / f"{i}.png")
     script = (
         "import os, signal, sys, time; from data import imagenet\n"
         "found = imagenet(sys.argv[1], image_size=16)\n"
-        "signal.signal(signal.SIGINT, lambda *caught: None)\n"
+        f"signal.signal(signal.{number}, lambda *caught: None)\n"
         "batches = found.train_batches(0, 0, 100, 2, 0, 1, 2)\n"
         "next(batches)\n"
-        "os.killpg(0, signal.SIGINT)\n"
+        f"os.killpg(0, signal.{number})\n"
         "print(sum(len(x) for x in batches))\n"
     )
     done = subprocess.run(
@@ -454,6 +472,67 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
+def test_a_broken_image_among_those_shown_leaves_the_pairs_together(tmp_path, cache):
+    os.makedirs(tmp_path / "val")
+    os.makedirs(tmp_path / "train")
+    for i in range(40):
+        photograph(64, 64, seed=i).save(tmp_path / "train" / f"{i:02}.png")
+        photograph(64, 64, seed=i).save(tmp_path / "val" / f"{i:02}.png")
+    (tmp_path / "val" / "03.png").write_bytes(b"no image")
+    found = imagenet(str(tmp_path), image_size=64)
+    same = types.SimpleNamespace(encoder=types.SimpleNamespace(n_tokens=1))
+    same.encode, same.decode = lambda x, noise: x, lambda x: types.SimpleNamespace(mean=x)
+    page = np.array(draw_reconstructions(same, found, "cpu"))
+    rows = [page[4 + i * 68 : 68 + i * 68] for i in range(len(page) // 68)]
+    assert len(rows) >= 4
+    for above, below in zip(rows[::2], rows[1::2], strict=True):
+        assert np.array_equal(above, below)
+
+
+def test_a_folder_without_a_readable_validation_image_is_refused(tmp_path):
+    write_mess(tmp_path / "imagenet")
+    for path in (tmp_path / "imagenet" / "val").rglob("*.*"):
+        if not path.is_dir():
+            path.unlink()
+    (tmp_path / "imagenet" / "val" / "a" / "x.png").write_bytes(b"no image")
+    settings = (*SMALL, f"--data_dir={tmp_path}", "--dataset=imagenet", "--image_size=32")
+    settings += ("--method=daps_na", f"--out_dir={tmp_path / 'run'}")
+    done = run("train.py", *settings, DAPS_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 2
+    assert "no validation example could be read" in done.stderr.splitlines()[-1]
+
+
+POISON = """
+import runpy, sys, torch
+from models import ResNetDecoder
+log_prob, calls = ResNetDecoder.log_prob, []
+def poisoned(self, x, z):
+    calls.append(1)
+    if len(calls) == 3:
+        x = x * float("inf")
+        good = self.net[0].weight.data
+        self.net[0].weight.data = good * float("inf")
+    result = log_prob(self, x, z)
+    if len(calls) == 3:
+        self.net[0].weight.data = good
+    return result
+ResNetDecoder.log_prob = poisoned
+sys.argv = sys.argv[1:]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_a_step_that_is_not_finite_leaves_no_trace_in_running_moments(tmp_path, small_cifar):
+    out_dir = tmp_path / "run"
+    arguments = (*SMALL, *small_cifar, "--method=daps_na", f"--out_dir={out_dir}")
+    done = run("-c", POISON, "train.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = log_rows(out_dir)
+    assert rows[-2]["skipped"] == 1 and rows[-1]["log_px"] is not None
+    model = load_checkpoint(out_dir / "last.pt")["model"]
+    assert all(t.isfinite().all() for t in model.values())
+
+
 def test_a_resume_with_other_data_is_refused(tmp_path, small_cifar):
     write_cifar(tmp_path / "cifar10" / "cifar-10-batches-bin", n=12, seed=1)
     out_dir = f"--out_dir={tmp_path / 'run'}"
@@ -505,6 +584,7 @@ def test_compiled_training_on_images_is_eager_training(tmp_path, small_cifar):
         (("--n_tokens=12",), ("n_tokens is 12", "square")),
         (("--n_tokens=36",), ("n_tokens is 36", "square")),
         (("--method=daps_na", "--recompute=2"), ("recompute", "daps_na")),
+        (("--method=gumbel", "--recompute=2"), ("recompute", "gumbel")),
         (("--method=ppo", "--accumulate=2"), ("accumulate", "ppo")),
         (("--accumulate=3",), ("batch_size", "accumulate = 3")),
         (("--method=daps", "--resnet_encoder=True"), ("resnet_encoder", "daps")),
