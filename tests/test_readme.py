@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT, TINY, environment, run, succeed
 from test_data import write_mnist
 from test_images import photograph
+from test_motion import write_lafan
 
 with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
     README = file.read()
@@ -28,6 +29,7 @@ def copy(tmp_path_factory):
     ignore = shutil.ignore_patterns(".*", "out", "__pycache__", "assets")
     shutil.copytree(ROOT, folder, ignore=ignore)
     write_mnist(folder / "data" / "mnist", n=64)
+    write_lafan(folder / "data")
     for part in ("data/imagenet/train/a", "data/imagenet/val/a", "pictures"):
         os.makedirs(folder / part)
         for i in range(20):
@@ -61,8 +63,10 @@ def test_every_readme_command_runs_in_order(copy):
         elif words == ["-m", "pytest"]:
             assert "test_every_readme_command" in in_copy(copy, *words, "--collect-only", "-q")
         elif "train.py" in words:
-            images = "imagenet" in part
-            small = ("--n_tokens=16", "--image_size=32", "--n_workers=1") if images else ()
+            small = (
+                ("--n_tokens=16", "--image_size=32", "--n_workers=1") if "imagenet" in part else ()
+            )
+            small = ("--max_steps=2",) if "lafan" in part else small
             in_copy(copy, *words, *TINY, *small)
         else:  # the weights of Inception are not at hand: test_fid.py has its own
             in_copy(copy, *(word for word in words if not word.startswith("--fid_weights")))
