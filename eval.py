@@ -242,6 +242,8 @@ def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
 
 INK, GRID, PAPER = (40, 40, 40), (225, 225, 225), (255, 255, 255)
 COLOURS = ((31, 90, 180), (214, 84, 32), (30, 140, 80), (140, 60, 160), (190, 150, 20))
+COLOURS += ((20, 170, 190), (230, 60, 130), (110, 110, 110), (130, 80, 40), (130, 190, 60))
+COLOURS += ((120, 160, 240), (250, 170, 120), (90, 20, 60))
 
 
 def font(size=13):
@@ -484,7 +486,7 @@ def draw_curves(out_dirs):
         page.paste(draw_plot(title, lines, **options), (i % 3 * 420, i // 3 * 300))
     pen = ImageDraw.Draw(page)
     for i, out_dir in enumerate(out_dirs):
-        y = 340 + 24 * i
+        y = 340 + 19 * i
         pen.line((880, y, 910, y), COLOURS[i % len(COLOURS)], 4)
         pen.text((920, y), os.path.normpath(out_dir), INK, font(), anchor="lm")
     return page
