@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, TORCHRUN, run, start, succeed
 
-from configurator import read_config
+from configurator import checked, read_config
 from eval import METHODS, load_checkpoint
 
 
@@ -406,15 +406,26 @@ def test_help_lists_every_setting_with_default_and_comment(script, at_least):
     assert all("  " in line.strip() for line in settings)  # each has its comment
 
 
-@pytest.mark.parametrize("path", sorted(glob.glob(os.path.join(ROOT, "config", "*.py"))))
-def test_every_config_file_loads_and_opens_with_its_command(path, tmp_path):
+CONFIGS = sorted(glob.glob(os.path.join(ROOT, "config", "*.py")))
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_every_config_file_loads_and_opens_with_its_command(path, finished_run):
+    settings = json.loads((finished_run / "config.json").read_text())
     assert list(read_config(path))
-    name = os.path.relpath(path, ROOT)
+    for key, value, place in read_config(path):
+        assert checked(key, value, settings, place) == value
     with open(path) as file:
-        assert re.search(
-            rf"(python|torchrun --nproc_per_node=2) train.py (config/\w+.py )?{name}", file.read()
-        )
-    # A setting that is refused late shows that everything before it was accepted.
+        command = r"(python|torchrun --nproc_per_node=2) train.py (config/\w+.py )?"
+        assert re.search(command + os.path.relpath(path, ROOT), file.read())
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in CONFIGS if p.endswith(("_daps.py", "_ppo.py", "_fsq.py"))]
+)
+def test_config_files_are_accepted_by_train_py(path, tmp_path):
+    """A setting that is refused late shows that everything before it was accepted."""
+    name = os.path.relpath(path, ROOT)
     refuse(name, f"--out_dir={tmp_path}", "--dtype=none", match=("dtype", "float32 or bfloat16"))
 
 
