@@ -8,6 +8,7 @@ example i of step t and its noise are the same whatever the number of processes.
     cifar10   the official binary archive, from data_dir/cifar10 or downloaded there
     imagenet  train/<class>/*.JPEG and val/<class>/*.JPEG, in data_dir/imagenet or in data_dir
               itself; or any folder of images
+    lafan     motion: the CSV files of LAFAN1 on the Unitree H1, from data_dir/lafan1 or downloaded
 
 Images in colour are standardised per channel by the training set; binary ones stay 0 and 1.
 """
@@ -43,9 +44,13 @@ class DataError(ValueError):
 
 class Examples:
     """What data sets share. They offer `name`, `shape` (what one x looks like to the networks),
-    `n_train`, `n_val`, `mean` and `std` (what x is standardised by), `workers` (whether reading is
-    work enough to share), train_batch and val_examples.
+    `n_train`, `n_val`, `mean` and `std` (what x is standardised by), train_batch and val_examples.
     """
+
+    workers = False  # whether reading is work enough to share
+    in_order = False  # whether neighbours in the validation set are alike
+    white = 255  # brightest value of images
+    error_names = ()
 
     def train_batches(self, seed, first, last, batch_size, rank, world_size, n_workers):
         """This rank's share of training batches first ... last - 1, read ahead by n_workers."""
@@ -63,8 +68,10 @@ class Examples:
         yield from read_ahead(read, rows, n_workers if self.workers else 0)
 
     def val_index(self, limit=0):
-        """Which examples `limit` stands for: the first; 0 for all."""
-        return torch.arange(min(limit or self.n_val, self.n_val))
+        """Which examples `limit` stands for: the first or, of a set in order, some evenly spread
+        over it; 0 for all."""
+        n = min(limit or self.n_val, self.n_val)
+        return torch.arange(n) * self.n_val // n if self.in_order else torch.arange(n)
 
     def val_rows(self, index, rows):
         """Places among rows, and x, of what can be read."""
@@ -75,7 +82,12 @@ class Examples:
         """Standardised x in units in which the range of the signal is 1: pixels in [0, 1]."""
         return x * self.std.to(x.device) + self.mean.to(x.device)
 
-    error_names = ()
+    def standardised(self, x):
+        return (x.float() / self.white - self.mean) / self.std
+
+    def input_scale(self):
+        """Mean and standard deviation of x as it is handed out."""
+        return 0.0, 1.0
 
     def errors(self, x, mean):
         """Further measures of how far reconstructions are from x: (N,) for each of error_names."""
@@ -125,7 +137,6 @@ class Dataset(Examples):
     white: int = 1
     mean: torch.Tensor = field(default_factory=lambda: torch.tensor(0.0))  # of [0, 1] pixels
     std: torch.Tensor = field(default_factory=lambda: torch.tensor(1.0))
-    workers = False
 
     @property
     def shape(self):
@@ -138,9 +149,6 @@ class Dataset(Examples):
     @property
     def n_val(self):
         return len(self.x_val)
-
-    def standardised(self, x):
-        return (x.float() / self.white - self.mean) / self.std
 
     def train_batch(self, seed, step, batch_size, rank=0, world_size=1):
         """This rank's share of training batch `step`: (batch_size / world_size, *shape) float32."""
@@ -156,9 +164,8 @@ class Dataset(Examples):
         return hashlib.sha256(self.x_val.numpy().tobytes()).hexdigest()[:16]
 
     def input_scale(self):
-        """Mean and standard deviation of x as it is handed out."""
         if self.white > 1:
-            return 0.0, 1.0
+            return super().input_scale()
         x = self.x_train[:10_000].float()
         return x.mean().item(), x.std().item()
 
@@ -347,11 +354,24 @@ def cifar10(data_dir):
     n = x_train[:, 0].numel()
     counts = [torch.bincount(x_train[:, c].flatten(), minlength=256).double() for c in range(3)]
     levels = torch.arange(256, dtype=torch.float64) / 255
-    mean = torch.stack([(count * levels).sum() / n for count in counts])
-    square = torch.stack([(count * levels.square()).sum() / n for count in counts])
-    std = (square - mean.square()).sqrt().clamp_min(1e-3)
-    mean, std = (t.float().view(3, 1, 1) for t in (mean, std))
-    return Dataset("cifar10", x_train, y_train, x_val, y_val, 255, mean, std)
+    sums = [[(count * power).sum() for count in counts] for power in (levels, levels.square())]
+    return Dataset(
+        "cifar10",
+        x_train,
+        y_train,
+        x_val,
+        y_val,
+        255,
+        *mean_and_std(torch.tensor(sums, dtype=torch.float64), n),
+    )
+
+
+def mean_and_std(sums, n):
+    """Of the channels of n pixels, from the sums of their values and squares (2, 3): (3, 1, 1)
+    float32 each."""
+    mean, square = sums / n
+    std = (square - mean.square()).clamp_min(0).sqrt().clamp_min(1e-3)
+    return mean.float().view(3, 1, 1), std.float().view(3, 1, 1)
 
 
 def read_cifar(path, open_file):
@@ -387,7 +407,7 @@ class ImageFolder(Examples):
     place, in validation it is left out.
     """
 
-    workers = True
+    workers = in_order = True  # in the order of the folders, which are classes
 
     def __init__(self, name, train_files, val_files, image_size):
         self.name, self.files = name, {"train": train_files, "val": val_files}
@@ -410,9 +430,6 @@ class ImageFolder(Examples):
                 reason = str(fault).split("\n")[0] or type(fault).__name__
                 print(f"warning: {path} is skipped ({reason})", file=sys.stderr, flush=True)
 
-    def standardised(self, x):
-        return (x.float() / 255 - self.mean) / self.std
-
     def train_batch(self, seed, step, batch_size, rank=0, world_size=1):
         """This rank's share of training batch `step`: (batch_size / world_size, *shape) float32."""
         index = train_indices(self.n_train, seed, step, batch_size).tolist()
@@ -432,19 +449,11 @@ class ImageFolder(Examples):
         """Validation examples (n, *shape) float32, and which of the index they are."""
         images = [self.read("val", i, centre_crop) for i in index.tolist()]
         kept = [k for k, image in enumerate(images) if image is not None]
-        x = [images[k] for k in kept] or [torch.zeros(0, *self.shape)]
-        return self.standardised(torch.stack(x) if kept else x[0]), kept
-
-    def val_index(self, limit=0):
-        """Evenly spread, as the folders are in order of their classes."""
-        n = min(limit or self.n_val, self.n_val)
-        return torch.arange(n) * self.n_val // n
+        x = torch.stack([images[k] for k in kept]) if kept else torch.zeros(0, *self.shape)
+        return self.standardised(x), kept
 
     def key(self):
         return fingerprint(self.shape, self.files["val"])
-
-    def input_scale(self):
-        return 0.0, 1.0
 
     def statistics(self, n=2000):
         """Mean and standard deviation of each channel, (3, 1, 1) each, over the centres of up to n
@@ -469,10 +478,9 @@ class ImageFolder(Examples):
                 n_pixels += image.size(1)
         if n_pixels == 0:
             raise DataError(f"{self.name}: none of {n} training files could be decoded")
-        mean, square = sums / n_pixels
-        std = (square - mean.square()).clamp_min(0).sqrt().clamp_min(1e-3)
-        write_whole(path, json.dumps([mean.tolist(), std.tolist()]))
-        return mean.float().view(3, 1, 1), std.float().view(3, 1, 1)
+        mean, std = mean_and_std(sums, n_pixels)
+        write_whole(path, json.dumps([mean.flatten().tolist(), std.flatten().tolist()]))
+        return mean, std
 
 
 def fingerprint(shape, files):
@@ -670,6 +678,11 @@ def conjugate(q):
     return q * q.new_tensor([1, -1, -1, -1])
 
 
+def upper(q):
+    """Of the two quaternions of a rotation, the one with w >= 0."""
+    return q * torch.where(q[..., :1] < 0, -1.0, 1.0)
+
+
 def rotate(q, v):
     """Vectors v (..., 3) turned by unit quaternions q (..., 4)."""
     w, u = q[..., :1], q[..., 1:]
@@ -720,11 +733,12 @@ def read_motion(path):
         raise DataError(f"{path}: cannot be read ({reason}); {advice}") from None
     if frames.shape[1] != 26:
         raise DataError(f"{path}: has {frames.shape[1]} columns, must have 26; {advice}")
-    if not np.isfinite(frames).all():
-        line = np.argmin(np.isfinite(frames).all(axis=1)) + 1
-        raise DataError(f"{path}, line {line}: a number is not finite; {advice}")
-    if abs(np.linalg.norm(frames[:, 3:7], axis=1) - 1).max() > 1e-3:
-        line = np.argmax(abs(np.linalg.norm(frames[:, 3:7], axis=1) - 1)) + 1
+    finite = np.isfinite(frames).all(axis=1)
+    if not finite.all():
+        raise DataError(f"{path}, line {finite.argmin() + 1}: a number is not finite; {advice}")
+    off = abs(np.linalg.norm(frames[:, 3:7], axis=1) - 1)
+    if off.max() > 1e-3:
+        line = off.argmax() + 1
         raise DataError(f"{path}, line {line}: columns 4 to 7 are no unit quaternion; {advice}")
     if len(frames) < FRAMES:
         raise DataError(f"{path}: has {len(frames)} frames, must have at least {FRAMES}; {advice}")
@@ -736,16 +750,14 @@ def motion_features(frames):
     position (n, 3), orientation (n, 4), linear and angular velocity in its own frame (n, 6)."""
     frames = torch.from_numpy(frames)
     positions, turns = forward_kinematics(frames[:, 7:])
-    turns = turns * torch.where(turns[..., :1] < 0, -1.0, 1.0)
-    links = torch.cat([positions, turns], dim=-1).flatten(1).float()  # (n, 19 * 7)
+    links = torch.cat([positions, upper(turns)], dim=-1).flatten(1).float()  # (n, 19 * 7)
     place, q = frames[:, :3], frames[:, [6, 3, 4, 5]]
     q = q / q.norm(dim=1, keepdim=True)
     later = torch.arange(len(q)).add(1).clamp_max(len(q) - 1)
     earlier = torch.arange(len(q)).sub(1).clamp_min(0)
     seconds = (later - earlier).unsqueeze(1) / FPS
     speed = rotate(conjugate(q), place[later] - place[earlier]) / seconds
-    turn = multiply(conjugate(q[earlier]), q[later])
-    turn = turn * torch.where(turn[:, :1] < 0, -1.0, 1.0)
+    turn = upper(multiply(conjugate(q[earlier]), q[later]))
     sine = turn[:, 1:].norm(dim=1, keepdim=True)
     angle = 2 * torch.atan2(sine, turn[:, :1])
     spin = turn[:, 1:] / sine.clamp_min(1e-12) * angle / seconds
@@ -759,7 +771,7 @@ class Motion(Examples):
     velocity. Columns that hardly vary in training (variance below 1e-5) are dropped: 25 of 146.
     """
 
-    name, workers, error_names = "lafan", False, ("cm", "degrees")
+    name, in_order, error_names = "lafan", True, ("cm", "degrees")
 
     def __init__(self, clips):
         """clips: for "train" and "val", the features of each file."""
@@ -850,11 +862,6 @@ class Motion(Examples):
         angle = (true[..., 7:] - ours[..., 7:]).abs()
         angle = torch.minimum(angle, 2 * math.pi - angle) * 180 / math.pi
         return 100 * distance.mean(dim=(1, 2)), angle.mean(dim=(1, 2))
-
-    val_index = ImageFolder.val_index
-
-    def input_scale(self):
-        return 0.0, 1.0
 
 
 def joint_positions(frames):
