@@ -33,6 +33,7 @@ from eval import (
     build_model,
     check_device,
     evaluate,
+    keep_memory,
     load_checkpoint,
     n_parameters,
     read_log,
@@ -207,6 +208,7 @@ try:
 except ValueError as fault:
     die(fault)
 device_type = torch.device(device).type
+keep_memory()
 if device_type == "cuda":
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
