@@ -46,6 +46,11 @@ from models import (
     VectorEncoder,
 )
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 CHECKPOINT_KEYS = {"model", "optimizer", "config", "x_shape", "x_mean", "x_std"}
 CHECKPOINT_KEYS |= {"step", "best", "skipped", "seconds", "memory"}
 
@@ -161,6 +166,16 @@ def keep_memory():
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def peak_memory(device):
+    """The most that the GPU, or else this process, has held so far, in MiB; 0 if not known."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    if not resource:
+        return 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes there, KiB elsewhere
 
 
 def n_parameters(model):

@@ -36,10 +36,28 @@ def draw(logits, u):
     return torch.searchsorted(cdf, u * cdf[..., -1:], right=True).clamp_max(logits.size(-1) - 1)
 
 
+class TokenLogProb(torch.autograd.Function):
+    """log softmax(logits) (..., V) at z (...): (...) float32. What it keeps is the logits, in their
+    own dtype, where cross_entropy keeps a float32 copy and makes a third full of zeros."""
+
+    @staticmethod
+    def forward(ctx, logits, z):
+        total = logits.float().logsumexp(dim=-1)
+        ctx.save_for_backward(logits, total, z)
+        return logits.gather(-1, z.unsqueeze(-1)).squeeze(-1).float() - total
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, total, z = ctx.saved_tensors
+        grad = grad.unsqueeze(-1)
+        # of the chosen logit: 1 - probability; of the others: - probability
+        result = (logits.float() - total.unsqueeze(-1)).exp_().mul_(-grad)
+        return result.scatter_add_(-1, z.unsqueeze(-1), grad).to(logits.dtype), None
+
+
 def token_log_prob(logits, z):
     """log q of every token: logits (..., V), z (...) -> (...) float32, with gradient."""
-    flat = logits.flatten(end_dim=-2).float()
-    return -F.cross_entropy(flat, z.flatten(), reduction="none").view(z.shape)
+    return TokenLogProb.apply(logits, z)
 
 
 def token_kl(logits):
@@ -140,7 +158,7 @@ def attend(q, k, v, mask=None, causal=False):
 
 def mlp(width, ratio):
     return nn.Sequential(
-        nn.Linear(width, ratio * width), nn.ReLU(inplace=True), nn.Linear(ratio * width, width)
+        nn.Linear(width, ratio * width), nn.ReLU(), nn.Linear(ratio * width, width)
     )
 
 
@@ -168,8 +186,11 @@ class Window(NamedTuple):
 
     def extend(self, k, v):
         """Add keys and values of token t, (N * K, heads, 1, d) each; return those of all so far."""
-        self.k.index_copy_(2, self.t, k.to(self.k.dtype))
-        self.v.index_copy_(2, self.t, v.to(self.v.dtype))
+        if self.mask is None:  # the place of token t is the last
+            self.k[:, :, -1:], self.v[:, :, -1:] = k, v
+        else:
+            self.k.index_copy_(2, self.t, k.to(self.k.dtype))
+            self.v.index_copy_(2, self.t, v.to(self.v.dtype))
         return self.k, self.v, self.mask
 
 
@@ -182,7 +203,8 @@ class Cache:
 
     def __init__(self, n_codes, n_tokens, chunk, like):
         _, heads, _, d = like.shape
-        self.k, self.v = (like.new_zeros(n_codes, heads, n_tokens, d) for _ in range(2))
+        new = like.new_empty if chunk == 1 else like.new_zeros  # a mask hides numbers, but no NaN
+        self.k, self.v = (new(n_codes, heads, n_tokens, d) for _ in range(2))
         self.steps = torch.arange(n_tokens, device=like.device)
         self.chunk = chunk
 
@@ -310,7 +332,9 @@ class AutoregressiveEncoder(nn.Module):
         def score(patches, z):
             logits = self.logits(patches, z)  # (N, K, B, V)
             scores = [token_log_prob(logits, z).sum(dim=-1)]  # (N, K)
-            return torch.stack(scores + [token_kl(logits).sum(dim=-1)] * with_kl)  # (1 or 2, N, K)
+            if with_kl:
+                scores.append(token_kl(logits).sum(dim=-1))
+            return torch.stack(scores)  # (1 or 2, N, K)
 
         if not self.recompute:
             return score(patches, z).unbind()
@@ -464,8 +488,8 @@ class MLPDecoder(Decoder):
 
     def log_prob(self, x, z):
         logits = self.logits(z)  # (N, K, pixels)
-        x = x.flatten(1).unsqueeze(1)  # (N, 1, pixels)
-        return (x * logits - F.softplus(logits)).sum(dim=-1)
+        # sum over pixels of x * logits - log(1 + exp(logits)), the first as a matrix product
+        return (logits @ x.flatten(1).unsqueeze(2)).squeeze(2) - F.softplus(logits).sum(dim=-1)
 
     def forward(self, z):
         logits = self.logits(z).unflatten(-1, self.x_shape)

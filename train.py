@@ -36,14 +36,10 @@ from eval import (
     keep_memory,
     load_checkpoint,
     n_parameters,
+    peak_memory,
     read_log,
     report,
 )
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 # ---------------------------------------------------------------------------------------------
 # Settings. Files and --key=value on the command line override them; --help lists them.
@@ -316,16 +312,6 @@ def write(path, content):
         die(f"{path} could not be written ({fault}); what was there before is untouched")
 
 
-def peak_memory():
-    """The most that the GPU, or else this process, has held so far, in MiB; 0 if not known."""
-    if device_type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    if not resource:
-        return 0.0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes there, KiB elsewhere
-
-
 def save(path):
     nets = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict()}
     write(path, nets | progress | standard | {"config": settings, "x_shape": list(data.shape)})
@@ -438,7 +424,7 @@ while step < max_steps:
     evaluating = step % eval_interval == 0 or step == max_steps
     if evaluating or stop:
         progress["seconds"] += time.perf_counter() - started
-        progress["memory"] = max(progress["memory"], peak_memory())
+        progress["memory"] = max(progress["memory"], peak_memory(device))
         if evaluating:
             size = batch_size // accumulate
             try:
