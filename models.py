@@ -149,11 +149,11 @@ def attend(q, k, v, mask=None, causal=False):
     """
     if q.is_cuda or k.size(2) > 16 or mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-    scores = (q * q.size(3) ** -0.5) @ k.transpose(2, 3)  # (N, heads, T, S)
+    scores = (q @ k.transpose(2, 3)).mul_(q.size(3) ** -0.5)  # (N, heads, T, S)
     if causal:
-        scores = scores + scores.new_full(scores.shape[2:], -math.inf).triu(1)
-    p = (scores - scores.detach().amax(dim=3, keepdim=True)).exp()
-    return p @ v / p.sum(dim=3, keepdim=True)
+        scores.add_(scores.new_full(scores.shape[2:], -math.inf).triu_(1))
+    p = scores.sub_(scores.detach().amax(dim=3, keepdim=True)).exp_()
+    return p / p.sum(dim=3, keepdim=True) @ v
 
 
 def mlp(width, ratio):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import log_prob_of_all
 
 from models import (
@@ -14,6 +15,7 @@ from models import (
     Patches,
     ResNetDecoder,
     ResNetEncoder,
+    attend,
     draw,
     token_kl,
     token_log_prob,
@@ -331,3 +333,34 @@ def test_the_resnet_starts_with_outputs_of_the_size_of_the_data():
     torch.manual_seed(0)
     mean, _ = ResNetDecoder((3, 32, 32), 64, 512, 128).moments(torch.randint(512, (64, 64)))
     assert 0.3 < mean.std() < 3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_over_a_few_keys_is_what_pytorch_computes(causal):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 2, 8, 4, requires_grad=True) for _ in range(3))
+    written_out = attend(q, k, v, causal=causal)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    torch.testing.assert_close(written_out, expected)
+    weight = torch.randn_like(expected)
+    for ours, theirs in zip(
+        torch.autograd.grad((written_out * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert attend(1e4 * q, k, v).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_of_tokens_and_their_gradient_are_those_of_cross_entropy(dtype):
+    torch.manual_seed(0)
+    logits = (5 * torch.randn(4, 3, 7)).to(dtype).requires_grad_()
+    z, weight = torch.randint(7, (4, 3)), torch.randn(4, 3)
+    ours = token_log_prob(logits, z)
+    expected = -F.cross_entropy(logits.float().flatten(0, 1), z.flatten(), reduction="none")
+    torch.testing.assert_close(ours, expected.view(4, 3))
+    (gradient,) = torch.autograd.grad((ours * weight).sum(), logits)
+    (true,) = torch.autograd.grad((expected.view(4, 3) * weight).sum(), logits)
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient, true)
