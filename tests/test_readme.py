@@ -68,6 +68,9 @@ def test_every_readme_command_runs_in_order(copy):
             )
             small = ("--max_steps=2",) if "lafan" in part else small
             in_copy(copy, *words, *TINY, *small)
+        elif "bench.py" in words:
+            small = ("--only=steps", "--model=mnist", "--method=fsq", "--seconds=0.01")
+            in_copy(copy, *words, *small)
         else:  # the weights of Inception are not at hand: test_fid.py has its own
             in_copy(copy, *(word for word in words if not word.startswith("--fid_weights")))
     assert len(COMMANDS) >= 6

@@ -397,7 +397,7 @@ def test_a_download_without_network_is_refused_with_advice(tmp_path):
     assert not os.listdir(tmp_path / "mnist")
 
 
-@pytest.mark.parametrize("script, at_least", [("train.py", 30), ("eval.py", 5)])
+@pytest.mark.parametrize("script, at_least", [("train.py", 30), ("eval.py", 5), ("bench.py", 9)])
 def test_help_lists_every_setting_with_default_and_comment(script, at_least):
     output = succeed(script, "--help")
     assert "device = 'c" in output
