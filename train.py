@@ -210,6 +210,28 @@ if device_type == "cuda":
     torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
 if world_size > 1:
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+
+
+# Ctrl-C and SIGTERM end the loop after the current step, with a checkpoint. Before and after it
+# there is nothing to save: they end the program at once, and so does a second signal.
+caught, how_to_go_on = [], "the same command starts again"
+
+
+def catch(number, frame):
+    caught.append(number)
+    signal.signal(number, signal.SIG_DFL)
+    if how_to_go_on:
+        stop_here()
+
+
+def stop_here():
+    if chief:
+        print(f"stopped; {how_to_go_on}", flush=True)
+    sys.exit(128 + caught[0])
+
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, catch)
 autocast = torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 # A resumed run is the same run: only what does not change its course may differ (rounding aside;
@@ -327,6 +349,7 @@ def log(split, values):
         wandb.log(values, step=progress["step"])
 
 
+how_to_go_on = ""  # from here on there is something to save
 if chief:
     # Start the log anew, or cut it back to the checkpoint: what came after will come again.
     lines = []
@@ -351,17 +374,7 @@ if chief:
         print(f"resumed {where}")
 
 # ---------------------------------------------------------------------------------------------
-# The loop. Ctrl-C and SIGTERM end it after the current step, with a checkpoint; twice, at once.
-caught = []
-
-
-def catch(number, frame):
-    caught.append(number)
-    signal.signal(number, signal.SIG_DFL)
-
-
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, catch)
+# The loop.
 place = dict(rank=rank, world_size=world_size)
 step, bad_in_a_row, started = progress["step"], 0, time.perf_counter()
 bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None if chief else True)
@@ -450,7 +463,7 @@ while step < max_steps:
         if chief:
             save(last_path)
         started = time.perf_counter()
-    if stop and step < max_steps:
+    if stop:
         bar.close()
         if chief:
             print(f"stopped at step {step}; the same command with --resume=True goes on from here")
@@ -459,8 +472,9 @@ while step < max_steps:
 bar.close()
 if world_size > 1:
     dist.destroy_process_group()
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_DFL)
+how_to_go_on = "all steps are done; the same command with --resume=True makes table and pictures"
+if caught:  # in the last evaluation
+    stop_here()
 if chief:
     try:
         best_or_last = "best" if os.path.exists(best_path) else "last"
