@@ -780,8 +780,10 @@ def report(
             "s_per_step": config["seconds"] / config["step"],
             "memory": config["memory"] or None,
         }
-        with open(os.path.join(out_dir, "eval.json"), "w") as file:
+        path = os.path.join(out_dir, "eval.json")
+        with open(f"{path}.tmp", "w") as file:
             json.dump(row, file, indent=2)
+        os.replace(f"{path}.tmp", path)
         with torch.no_grad():
             motion = data.name == "lafan"
             reconstruct, sample = (

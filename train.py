@@ -331,7 +331,12 @@ def write(path, content):
     except (OSError, RuntimeError) as fault:  # torch.save turns a full disk into a RuntimeError
         if os.path.exists(f"{path}.tmp"):
             os.remove(f"{path}.tmp")
-        die(f"{path} could not be written ({fault}); what was there before is untouched")
+        cannot_write(path, fault)
+
+
+def cannot_write(path, fault):
+    whole = "what was there before is untouched: make room, then --resume=True"
+    die(f"{path} could not be written ({fault}); {whole}")
 
 
 def save(path):
@@ -343,7 +348,10 @@ def log(split, values):
     """One line in log.jsonl: step, "train" or "val", and numbers, none of which depends on time."""
     values = {k: v if v is not None and math.isfinite(v) else None for k, v in values.items()}
     line = json.dumps({"step": progress["step"], "split": split} | values)
-    print(line, file=log_file, flush=True)
+    try:
+        print(line, file=log_file, flush=True)
+    except OSError as fault:  # a line cut short is left out when the run is resumed
+        cannot_write(log_path, fault)
     if wandb_log:
         values = {f"{split}/{key}": value for key, value in values.items()}
         wandb.log(values, step=progress["step"])
@@ -479,5 +487,7 @@ if chief:
     try:
         best_or_last = "best" if os.path.exists(best_path) else "last"
         report([out_dir], best_or_last, data_dir, device, n_workers=n_workers)
-    except (ValueError, OSError) as fault:
+    except ValueError as fault:
         die(fault)
+    except OSError as fault:
+        cannot_write(f"the report in {out_dir}", fault)

@@ -25,7 +25,7 @@ from test_motion import write_lafan
 from test_train import assert_same_run
 
 from data import LAFAN_FILES, MNIST_FILES
-from eval import METHODS
+from eval import METHODS, load_checkpoint
 
 FORKER = """
 import json, os, runpy, signal, sys, threading, time
@@ -267,3 +267,82 @@ def test_a_run_struck_at_random_and_resumed_equals_one_that_was_not(
     forker.finish(*arguments[1:], f"--method={method}", "--resume=True", fault=place)
     assert_same_run(out_dir, twin)
     assert sorted(os.listdir(out_dir)) == sorted(os.listdir(twin))
+
+
+# disks that fill up: files may not grow beyond a size, from some moment on
+
+LIMIT = """
+import resource
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+step, steps = torch.optim.AdamW.step, []
+def limited_step(*arguments, **options):
+    steps.append(1)
+    if len(steps) == 6:
+        limit({size})
+    return step(*arguments, **options)
+torch.optim.AdamW.step = limited_step
+"""
+
+
+@pytest.mark.parametrize(
+    "name, size",
+    [("best.pt", "100_000"), ("log.jsonl", "os.path.getsize('{out_dir}/log.jsonl') + 40")],
+)
+def test_a_full_disk_leaves_what_was_there_and_says_so(forker, finished_twin, tmp_path, name, size):
+    settings, out_dir = (*TINY, f"--out_dir={tmp_path / 'run'}"), tmp_path / "run"
+    fault = LIMIT.format(size=size.format(out_dir=out_dir))
+    done = forker.train(*settings, fault=fault)
+    assert done.code == 2 and done.errors.count("\n") == 1, done.errors
+    for words in (name, "could not be written (", "File too large", "--resume=True"):
+        assert words in done.errors
+    assert load_checkpoint(out_dir / "last.pt")["step"] == 4
+    assert (name == "log.jsonl") == (not (out_dir / "log.jsonl").read_text().endswith("\n"))  # torn
+    forker.finish(*settings, "--resume=True")
+    assert_same_run(out_dir, finished_twin)
+
+
+@pytest.fixture(scope="module")
+def finished_twin(forker, tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("finished") / "twin"
+    forker.finish(*TINY, f"--out_dir={out_dir}")
+    return out_dir
+
+
+def test_a_report_that_cannot_be_written_is_made_later(forker, tmp_path):
+    settings = (*TINY, "--max_steps=2", f"--out_dir={tmp_path / 'run'}")
+    code = LIMIT.format(size=0) + "draw = eval.draw_samples\n"
+    code += "eval.draw_samples = lambda *arguments: (limit(1000), draw(*arguments))[1]\n"
+    done = forker.train(*settings, fault=code)
+    assert done.code == 2 and done.errors.count("\n") == 1, done.errors
+    assert "File too large" in done.errors and "--resume=True" in done.errors
+    assert "codes used" in forker.finish(*settings, "--resume=True").output
+
+
+@pytest.mark.parametrize("where", ("imagenet", "lafan"), indirect=True)
+def test_what_cannot_be_kept_for_next_time_is_computed_again(forker, tmp_path, where):
+    """Statistics of images and features of motion go to a cache, on a disk that is full."""
+    arguments, place = where(tmp_path / "run")
+    full = LIMIT.format(size=0) + "write = data.write_whole\n"
+    full += "data.write_whole = lambda *what: (limit(50), write(*what), limit(1 << 40))\n"
+    for resume in (False, True):
+        forker.finish(*arguments[1:], f"--resume={resume}", "--max_steps=2", fault=place + full)
+        assert not list((tmp_path / "run.cache").iterdir())
+
+
+@pytest.mark.parametrize("where", ["mnist"], indirect=True)
+def test_a_download_onto_a_full_disk_is_refused_and_leaves_nothing(forker, tmp_path, where):
+    arguments, place = where(tmp_path / "run")
+    full = LIMIT.format(size=0) + "limit(70_000)\n"
+    done = forker.train(*arguments[1:], fault=place + full)
+    assert done.code == 2 and "cannot be written (File too large)" in done.errors.splitlines()[-1]
+    assert not list((tmp_path / "run.data" / "mnist").iterdir())
+
+
+def test_a_table_that_cannot_be_written_leaves_the_one_before(forker, finished_twin):
+    before = (finished_twin / "eval.json").read_bytes()
+    code = LIMIT.format(size=0) + "limit(100)\n"
+    (done,) = forker.run((("eval.py", finished_twin), code, {}))
+    assert done.code == 2 and "File too large" in done.errors
+    assert (finished_twin / "eval.json").read_bytes() == before
