@@ -14,17 +14,21 @@ Images in colour are standardised per channel by the training set; binary ones s
 """
 
 import functools
+import glob
 import gzip
 import hashlib
 import json
 import math
 import multiprocessing
 import os
+import secrets
 import string
 import struct
 import sys
 import tarfile
+import time
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -498,7 +502,7 @@ def fingerprint(shape, files):
 def write_whole(path, content):
     """Keep text or tensors for next time, whole or not at all; that a place cannot be written is
     no fault."""
-    part = f"{path}.{os.getpid()}.part"
+    part = part_of(path)
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         if isinstance(content, str):
@@ -508,8 +512,20 @@ def write_whole(path, content):
             torch.save(content, part)
         os.replace(part, path)
     except (OSError, RuntimeError):
+        pass
+    finally:  # also when a signal ends the program
         if os.path.exists(part):
             os.remove(part)
+
+
+def part_of(path):
+    """A new name beside path, to write to before moving into place. What killed processes have left
+    under such names is removed, an hour after they last wrote."""
+    for old in glob.glob(f"{glob.escape(path)}.*.part"):
+        with suppress(OSError):  # somebody else was faster
+            if time.time() - os.path.getmtime(old) > 3600:
+                os.remove(old)
+    return f"{path}.{secrets.token_hex(4)}.part"
 
 
 def read_image(path, crop, size):
@@ -908,7 +924,7 @@ DATASETS = {
 def download(urls, path, sha256):
     """Fetch path from the first of urls that delivers the right bytes; move it into place whole."""
     name, faults = os.path.basename(path), []
-    part = f"{path}.{os.getpid()}.part"
+    part = part_of(path)
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         for url in urls:
@@ -917,11 +933,15 @@ def download(urls, path, sha256):
                     reply.raise_for_status()
                     digest = hashlib.sha256()
                     size = int(reply.headers.get("content-length", 0)) or None
-                    bar = tqdm(total=size, unit="B", unit_scale=True, desc=name, leave=False)
+                    bar = tqdm(
+                        total=size, unit="B", unit_scale=True, desc=name, leave=False, disable=None
+                    )
                     with bar, open(part, "wb") as file:
                         for block in reply.iter_content(1 << 16):
                             digest.update(block)
                             bar.update(file.write(block))
+                        file.flush()
+                        os.fsync(file.fileno())
             except requests.RequestException as fault:
                 faults.append(f"{url}: {type(fault).__name__}")
                 continue

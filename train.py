@@ -340,6 +340,10 @@ def cannot_write(path, fault):
 
 
 def save(path):
+    try:  # after a power cut, the log must reach as far as the checkpoint
+        os.fsync(log_file.fileno())
+    except OSError as fault:
+        cannot_write(log_path, fault)
     nets = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict()}
     write(path, nets | progress | standard | {"config": settings, "x_shape": list(data.shape)})
 

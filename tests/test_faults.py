@@ -15,6 +15,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -24,6 +25,7 @@ from test_images import SMALL, photograph, write_cifar
 from test_motion import write_lafan
 from test_train import assert_same_run
 
+import data
 from data import LAFAN_FILES, MNIST_FILES
 from eval import METHODS, load_checkpoint
 
@@ -346,3 +348,56 @@ def test_a_table_that_cannot_be_written_leaves_the_one_before(forker, finished_t
     (done,) = forker.run((("eval.py", finished_twin), code, {}))
     assert done.code == 2 and "File too large" in done.errors
     assert (finished_twin / "eval.json").read_bytes() == before
+
+
+# what a power cut or a kill leaves behind
+
+
+FSYNC = """
+fsync = os.fsync
+def told_fsync(number):
+    print("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{number}")), flush=True)
+    fsync(number)
+os.fsync = told_fsync
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs the /proc of Linux")
+def test_the_log_is_on_the_disk_before_the_checkpoint_it_belongs_to(forker, tmp_path):
+    settings = (*TINY, "--max_steps=1", f"--out_dir={tmp_path / 'run'}")
+    output = forker.finish(*settings, fault=FSYNC).output.splitlines()
+    order = [line.split()[1] for line in output if line.startswith("fsync")]
+    assert order[-4:] == ["log.jsonl", "best.pt.tmp", "log.jsonl", "last.pt.tmp"]
+
+
+def test_a_signal_while_a_cache_is_written_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(part, path):
+        assert os.path.exists(part)
+        sys.exit(143)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(SystemExit):
+        data.write_whole(str(tmp_path / "cache.json"), "{}")
+    assert not os.listdir(tmp_path)
+
+
+def test_parts_that_killed_processes_left_are_removed_an_hour_later(tmp_path):
+    (tmp_path / "x.gz.1234.part").write_text("long ago")
+    (tmp_path / "x.gz.5678.part").write_text("by a process that is at it")
+    (tmp_path / "other.gz.1234.part").write_text("not ours")
+    for name in ("x.gz.1234.part", "other.gz.1234.part"):
+        os.utime(tmp_path / name, (time.time() - 4000,) * 2)
+    names = {data.part_of(str(tmp_path / "x.gz")) for _ in range(100)}
+    assert len(names) == 100  # also for machines that share a folder and number processes alike
+    assert sorted(os.listdir(tmp_path)) == ["other.gz.1234.part", "x.gz.5678.part"]
+
+
+@pytest.mark.parametrize("where", ["mnist"], indirect=True)
+def test_a_download_is_on_the_disk_before_it_gets_its_name(forker, tmp_path, where):
+    arguments, place = where(tmp_path / "run")
+    fault = place + FSYNC + STRIKE.format(nth=1, delay=0, number=9) + PLACES["move"]
+    done = forker.train(*arguments[1:], fault=fault)
+    assert done.code == -signal.SIGKILL
+    assert done.output.startswith("fsync train-images-idx3-ubyte.gz.")
+    (part,) = (tmp_path / "run.data" / "mnist").iterdir()
+    assert part.read_bytes() == (tmp_path / "made" / "train-images-idx3-ubyte.gz").read_bytes()
