@@ -208,9 +208,28 @@ keep_memory()
 if device_type == "cuda":
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+
+
+def reader_died(fault):
+    """Whether a process that reads images was killed: torch raises this wherever we are."""
+    return isinstance(fault, RuntimeError) and "DataLoader worker (pid" in str(fault)
+
+
+def explain(kind, fault, trace):
+    """One line, instead of a traceback, for what is not the fault of this process."""
+    if reader_died(fault):
+        reason = "a process that reads images died (killed, or out of memory)"
+    elif issubclass(kind, dist.DistError) or "gloo" in str(fault):
+        reason = "another process of this run died or cannot be reached"
+    else:
+        return sys.__excepthook__(kind, fault, trace)
+    go_on = "the same command with --resume=True goes on from the last checkpoint"
+    print(f"error: {reason}; {go_on}", file=sys.stderr, flush=True)
+
+
+sys.excepthook = explain  # it may surface anywhere: in a backward pass, a sum, an evaluation
 if world_size > 1:
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-
 
 # Ctrl-C and SIGTERM end the loop after the current step, with a checkpoint. Before and after it
 # there is nothing to save: they end the program at once, and so does a second signal.
@@ -331,6 +350,8 @@ def write(path, content):
     except (OSError, RuntimeError) as fault:  # torch.save turns a full disk into a RuntimeError
         if os.path.exists(f"{path}.tmp"):
             os.remove(f"{path}.tmp")
+        if reader_died(fault):
+            raise
         cannot_write(path, fault)
 
 
@@ -399,6 +420,8 @@ while step < max_steps:
     try:
         x = next(batches).to(device, non_blocking=True)  # (N, *shape)
     except (DataError, RuntimeError) as fault:  # the latter from a worker that broke down
+        if reader_died(fault):
+            raise
         die(f"batch {step} could not be read: {str(fault).splitlines()[-1]}")
     noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, raw_model.noise_shape, **place)
     beta_now = torch.tensor(beta, device=device)
