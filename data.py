@@ -93,6 +93,17 @@ class Examples:
         """Mean and standard deviation of x as it is handed out."""
         return 0.0, 1.0
 
+    def summary(self):
+        """What processes that train together must agree on."""
+        digest = hashlib.sha256(self.content()).hexdigest()[:16]
+        sizes = {"n_train": self.n_train, "n_val": self.n_val, "the shape of x": self.shape}
+        scales = {"the mean of x": self.mean, "the scale of x": self.std}
+        return sizes | {"the content of the data": digest} | scales
+
+    def content(self):
+        """Bytes that are the same on all machines if the data are."""
+        return b""
+
     def errors(self, x, mean):
         """Further measures of how far reconstructions are from x: (N,) for each of error_names."""
         return ()
@@ -166,6 +177,9 @@ class Dataset(Examples):
     def key(self):
         """Changes when the validation set does."""
         return hashlib.sha256(self.x_val.numpy().tobytes()).hexdigest()[:16]
+
+    def content(self):
+        return self.x_train.numpy().tobytes() + self.x_val.numpy().tobytes()
 
     def input_scale(self):
         if self.white > 1:
@@ -458,6 +472,11 @@ class ImageFolder(Examples):
 
     def key(self):
         return fingerprint(self.shape, self.files["val"])
+
+    def content(self):
+        return repr(
+            [[os.path.basename(f) for f in files] for files in self.files.values()]
+        ).encode()
 
     def statistics(self, n=2000):
         """Mean and standard deviation of each channel, (3, 1, 1) each, over the centres of up to n

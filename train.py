@@ -312,10 +312,13 @@ if checkpoint:
     progress = {key: checkpoint[key] for key in progress}
 if world_size > 1:  # processes that start from different places would train nonsense
     views = [None] * world_size
-    view = {k: v for k, v in settings.items() if not k.endswith(("_dir", "_workers"))} | progress
-    dist.all_gather_object(views, view)
-    if any(view != views[0] for view in views):
-        die("the processes disagree on their settings or on the checkpoint in out_dir")
+    view = {k: v for k, v in settings.items() if not k.endswith(("_dir", "_workers"))}
+    view |= {f"the {key} of last.pt": value for key, value in progress.items()}
+    dist.all_gather_object(views, view | data.summary())
+    for key, (ours, *others) in ((key, [view[key] for view in views]) for key in views[0]):
+        for other in others:
+            if not (torch.allclose(ours, other) if torch.is_tensor(ours) else ours == other):
+                die(f"the processes disagree on {key}: {ours} and {other}")
 if use_compile:
     raw_model.compile()
     if method in AUTOREGRESSIVE:
