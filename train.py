@@ -6,6 +6,9 @@
     python train.py config/mnist_daps.py --resume=True          go on after an interruption
     torchrun --nproc_per_node=2 train.py config/mnist_daps.py   two processes share every batch
 
+With --max_restarts, torchrun starts the same command again when a process dies: give it
+--resume=True from the start, which begins anew only where out_dir has no checkpoint yet.
+
 Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token,
 H width.
 """
@@ -50,7 +53,7 @@ dataset = "glyphs"  # glyphs: drawn on the spot; mnist, cifar10, lafan: download
 data_dir = DATA_DIR  # holds a folder per data set; or, for imagenet, images in folders
 image_size = 256  # imagenet: side of the images
 out_dir = "out/glyphs_daps"  # checkpoints, log and pictures go here
-resume = False  # go on from last.pt in out_dir
+resume = False  # go on from last.pt in out_dir, if it is there
 overwrite = False  # replace the run that out_dir holds
 # the code and the networks
 n_tokens = 8  # B, tokens per code
@@ -175,6 +178,8 @@ for key, fine, wanted in (
 ):
     if not fine:
         die(f"{key} is {settings[key]!r}, must be {wanted}")
+if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and not resume:
+    die("torchrun --max_restarts starts the same command again: add --resume=True")
 if wandb_log:
     try:
         import wandb

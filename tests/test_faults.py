@@ -13,29 +13,33 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 import types
+from textwrap import indent
 
 import pytest
-from conftest import ROOT, TINY, environment
+import torch
+from conftest import ROOT, TINY, environment, start
 from test_data import Server, write_mnist
 from test_images import SMALL, photograph, write_cifar
-from test_motion import write_lafan
+from test_motion import motion, write_lafan
 from test_train import assert_same_run
 
 import data
 from data import LAFAN_FILES, MNIST_FILES
 from eval import METHODS, load_checkpoint
 
-FORKER = """
+IMPORTS = """
 import json, os, runpy, signal, sys, threading, time
 import requests, torch, torch.nn.parallel
 import data, eval
-letters = data.glyphs(n_train=2000, n_val=300)  # drawn once for all children
+letters = data.glyphs(n_train=2000, n_val=300)
 data.DATASETS["glyphs"] = lambda data_dir: letters
-
+"""
+FORKER = """
 def fork(job):
     child = os.fork()
     if child:
@@ -61,7 +65,7 @@ class Forker:
     def __init__(self, folder):
         self.folder = folder
         pipe = subprocess.PIPE
-        command = [sys.executable, "-c", FORKER]
+        command = [sys.executable, "-c", IMPORTS + FORKER]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment(), text=True, stdin=pipe, stdout=pipe
         )
@@ -401,3 +405,181 @@ def test_a_download_is_on_the_disk_before_it_gets_its_name(forker, tmp_path, whe
     assert done.output.startswith("fsync train-images-idx3-ubyte.gz.")
     (part,) = (tmp_path / "run.data" / "mnist").iterdir()
     assert part.read_bytes() == (tmp_path / "made" / "train-images-idx3-ubyte.gz").read_bytes()
+
+
+# several processes
+
+
+def ranks(*commands):
+    """Jobs for processes that train together, from the arguments and the fault of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(len(commands)))
+    return [
+        (("train.py", *arguments), fault, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank, (arguments, fault) in enumerate(commands)
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished_pair(forker, tmp_path_factory):
+    """The out_dir of a run of two processes that was never interrupted."""
+    out_dir = tmp_path_factory.mktemp("finished") / "pair"
+    command = ((*TINY, f"--out_dir={out_dir}"), "")
+    for done in forker.run(*ranks(command, command)):
+        assert done.code == 0, done.errors
+    return out_dir
+
+
+@pytest.mark.parametrize(
+    "dies, place, nth", [(1, "start", 1), (1, "step", 6), (0, "evaluation", 2)]
+)
+def test_when_a_process_dies_the_other_says_so_and_stops(
+    forker, finished_pair, tmp_path, dies, place, nth
+):
+    settings, out_dir = (*TINY, f"--out_dir={tmp_path / 'run'}"), tmp_path / "run"
+    commands = [(settings, ""), (settings, "")]
+    strike = STRIKE.format(nth=nth, delay=0, number=int(signal.SIGKILL)) + PLACES[place]
+    commands[dies] = (settings, strike)
+    began = time.monotonic()
+    both = forker.run(*ranks(*commands))
+    assert time.monotonic() - began < 60
+    assert both[dies].code == -signal.SIGKILL
+    other = both[1 - dies]
+    assert other.code == 1 and other.errors.count("\n") == 1, other.errors
+    assert "another process of this run died" in other.errors and "--resume=True" in other.errors
+    command = ((*settings, "--resume=True"), "")
+    assert [done.code for done in forker.run(*ranks(command, command))] == [0, 0]
+    assert_same_run(out_dir, finished_pair)
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step(forker, finished_pair, tmp_path):
+    settings, out_dir = (*TINY, f"--out_dir={tmp_path / 'run'}"), tmp_path / "run"
+    strike = STRIKE.format(nth=6, delay=0, number=int(signal.SIGTERM)) + PLACES["step"]
+    both = forker.run(*ranks((settings, ""), (settings, strike)))
+    assert [done.code for done in both] == [143, 143] and not both[1].errors
+    assert "stopped at step 6" in both[0].output
+    command = ((*settings, "--resume=True"), "")
+    assert [done.code for done in forker.run(*ranks(command, command))] == [0, 0]
+    assert_same_run(out_dir, finished_pair)
+
+
+OTHER = "letters = data.glyphs(n_train={}, n_val=300, seed={})"
+DISAGREE = {
+    "lr": (("--lr=1e-3",), ""),
+    "n_train": ((), OTHER.format(1999, 0)),
+    "the content of the data": ((), OTHER.format(2000, 1)),
+}
+
+
+@pytest.mark.parametrize("key", DISAGREE)
+def test_processes_that_disagree_stop_at_the_start(forker, tmp_path, key):
+    settings, out_dir = (*TINY, f"--out_dir={tmp_path / 'run'}"), tmp_path / "run"
+    more, fault = DISAGREE[key]
+    for done in forker.run(*ranks((settings, ""), ((*settings, *more), fault))):
+        assert done.code == 2 and f"the processes disagree on {key}: " in done.errors
+        assert done.errors.count("\n") == 1, done.errors
+    assert not os.listdir(out_dir)
+
+
+def test_processes_without_the_checkpoint_are_told(forker, finished_pair, tmp_path):
+    """As on a second machine that does not share out_dir."""
+    settings = (*TINY, "--resume=True", "--max_steps=14")
+    here, there = f"--out_dir={finished_pair}", f"--out_dir={tmp_path / 'none'}"
+    for done in forker.run(*ranks(((*settings, here), ""), ((*settings, there), ""))):
+        assert done.code == 2 and "disagree on the step of last.pt: 12 and 0" in done.errors
+
+
+def test_data_agree_wherever_they_are_and_others_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "CACHE_DIR", str(tmp_path / "cache"))
+    for folder, shift in (("a", 0), ("b", 0), ("c", 1)):
+        os.makedirs(tmp_path / folder)
+        for i in range(4):
+            photograph(20, 20, seed=i).save(tmp_path / folder / f"{i + shift}.png")
+    a, b, c = (data.imagenet(str(tmp_path / f), image_size=16).summary() for f in "abc")
+    key = "the content of the data"
+    assert a[key] == b[key] != c[key]
+    assert torch.equal(a["the mean of x"], b["the mean of x"])
+    assert motion(n=100).summary().keys() == a.keys()
+
+
+def test_restarts_without_resume_are_refused(forker, tmp_path):
+    settings = (*TINY, f"--out_dir={tmp_path / 'run'}")
+    done = forker.train(*settings, TORCHELASTIC_MAX_RESTARTS="3")
+    assert done.code == 2 and "add --resume=True" in done.errors
+    assert not (tmp_path / "run").exists()
+
+
+READER = """
+import multiprocessing
+main = os.getpid()
+def strike():
+    if os.getpid() == main:
+        for reader in multiprocessing.active_children():
+            reader.kill()
+            time.sleep(0.5)  # it surfaces here
+def before(owner, name):
+    original = getattr(owner, name)
+    def struck(*arguments, **options):
+        strike()
+        return original(*arguments, **options)
+    setattr(owner, name, struck)
+"""
+
+
+@pytest.mark.parametrize("where", ["imagenet"], indirect=True)
+@pytest.mark.parametrize("place", ("step", "save"))
+def test_when_a_reader_of_images_dies_the_run_says_so_and_can_be_resumed(
+    forker, tmp_path, where, place
+):
+    arguments, code = where(tmp_path / "run")
+    done = forker.train(*arguments[1:], fault=code + READER + PLACES[place])
+    assert done.code == 1 and done.errors.count("\n") == 1, done.errors
+    assert done.errors.startswith("error: a process that reads images died")
+    output = forker.finish(*arguments[1:], "--resume=True", fault=code).output
+    assert "resumed at the start" in output
+
+
+def launch(out_dir, *options, fault="", settings=()):
+    """Start torchrun, of a tiny run with a fault."""
+    script = f"import sys\nsys.path.insert(0, {ROOT!r})\n{IMPORTS}\n{fault}\n"
+    script += "runpy.run_path('train.py', run_name='__main__')\n"
+    out_dir.with_suffix(".py").write_text(script)
+    run = (out_dir.with_suffix(".py"), *TINY, *settings, f"--out_dir={out_dir}")
+    return start("-m", "torch.distributed.run", *options, *run)
+
+
+ONCE = "if os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10':\n"
+
+
+def test_torchrun_restarts_a_run_while_another_goes_on_beside_it(finished_pair, tmp_path):
+    """Two jobs on one machine, in the two ways to keep them apart."""
+    kill = STRIKE.format(nth=6, delay=0, number=int(signal.SIGKILL)) + PLACES["step"]
+    kill, resume = ONCE + indent(kill, "    "), ["--resume=True"]
+    first = ("--standalone", "--nproc_per_node=2", "--max_restarts=1")
+    second = ("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--nproc_per_node=2")
+    out_dirs = tmp_path / "first", tmp_path / "second"
+    jobs = [
+        launch(out_dirs[0], *first, fault=kill, settings=resume),
+        launch(out_dirs[1], *second),
+    ]
+    for job, out_dir in zip(jobs, out_dirs, strict=True):
+        output, errors = job.communicate(timeout=200)
+        assert job.returncode == 0, errors
+        assert ("resumed at step 4" in output) == (out_dir == out_dirs[0])
+        assert_same_run(out_dir, finished_pair)
+
+
+def test_two_machines_train_as_two_processes_do(finished_pair, tmp_path):
+    """Two agents of torchrun on loopback."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"--rdzv_endpoint=localhost:{free.getsockname()[1]}"
+    options = ("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=7", place)
+    out_dir = tmp_path / "run"
+    jobs = [launch(out_dir, *options) for _ in range(2)]
+    texts = [job.communicate(timeout=200) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], texts
+    assert sum("8 for each of 2 processes" in output for output, _ in texts) == 1
+    assert_same_run(out_dir, finished_pair)
