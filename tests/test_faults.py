@@ -26,7 +26,7 @@ from conftest import ROOT, TINY, environment, start
 from test_data import Server, write_mnist
 from test_images import SMALL, photograph, write_cifar
 from test_motion import motion, write_lafan
-from test_train import assert_same_run
+from test_train import assert_same_run, same
 
 import data
 from data import LAFAN_FILES, MNIST_FILES
@@ -234,7 +234,8 @@ def where(request, tmp_path):
         server.server.shutdown()
 
 
-KILLS = int(os.environ.get("DAPS_KILLS", 10))
+ALL = int(os.environ.get("DAPS_KILLS", 0)) >= 50
+SLOW = (pytest.mark.slow, pytest.mark.skipif(not ALL, reason="runs with DAPS_KILLS=50"))
 DATA_PLACES = {
     "mnist daps": "download download step evaluation move save",
     "cifar10 daps_na": "start save step evaluation save report",
@@ -248,10 +249,9 @@ def cases():
     found, sample, rng = [], ["glyphs vqvae", *DATA_PLACES], random.Random(0)
     for name in [*(f"glyphs {method}" for method in METHODS), *DATA_PLACES]:
         places = DATA_PLACES.get(name, " ".join(rng.choices(("step", "save", "move"), k=2))).split()
-        if KILLS < 50 and name in DATA_PLACES:
+        if not ALL and name in DATA_PLACES:
             places = places[1::4]
-        skip = pytest.mark.skipif(KILLS < 50, reason="runs with DAPS_KILLS=50")
-        marks = () if name in sample else (pytest.mark.slow, skip)
+        marks = () if name in sample else SLOW
         label = f"{name}: {' '.join(places)}"
         found.append(pytest.param(*name.split(), places, marks=marks, id=label))
     return found
@@ -583,3 +583,57 @@ def test_two_machines_train_as_two_processes_do(finished_pair, tmp_path):
     assert [job.returncode for job in jobs] == [0, 0], texts
     assert sum("8 for each of 2 processes" in output for output, _ in texts) == 1
     assert_same_run(out_dir, finished_pair)
+
+
+# the same answer twice
+
+
+SOME_METHODS = ("daps", "ppo", "vqvae")
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=() if m in SOME_METHODS else SLOW) for m in METHODS]
+)
+def test_a_run_depends_on_its_seed_and_not_on_how_often_it_is_looked_at(forker, tmp_path, method):
+    settings = (*TINY, "--max_steps=6", "--mc_samples=2", "--fsq_levels=8 4", f"--method={method}")
+    runs = {
+        "once": ("--eval_interval=6",),
+        "again": ("--eval_interval=6",),
+        "seldom": ("--eval_interval=6", "--log_interval=4"),
+        "often": ("--eval_interval=1", "--log_interval=2"),
+        "other": ("--eval_interval=6", "--seed=1"),
+    }
+    jobs = [
+        (("train.py", *settings, *more, f"--out_dir={tmp_path / name}"), "", {})
+        for name, more in runs.items()
+    ]
+    for done in forker.run(*jobs):
+        assert done.code == 0, done.errors
+    assert_same_run(tmp_path / "again", tmp_path / "once")
+    once, *others, other = (load_checkpoint(tmp_path / name / "last.pt") for name in runs)
+    for key in ("model", "optimizer"):
+        assert all(same(found[key], once[key]) for found in others)
+        assert not same(other[key], once[key])
+    rows = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in runs]
+    assert {line for line in rows[3] if '"step": 6' in line} == set(rows[0][-2:])
+    assert set(rows[2]) < set(rows[0]) and not set(rows[4]) & set(rows[0])
+
+
+@pytest.mark.parametrize("where", ["imagenet"], indirect=True)
+def test_results_do_not_depend_on_who_reads_the_images_nor_change_with_the_reading(
+    forker, tmp_path, where
+):
+    names = ("0", "1", "3")
+    arguments, code = where(tmp_path / "run")
+    more = [("--max_steps=4", f"--n_workers={n}", f"--out_dir={tmp_path / n}") for n in names]
+    for done in forker.run(*[((*arguments, *words), code, {}) for words in more]):
+        assert done.code == 0, done.errors
+    for n in names[1:]:
+        assert_same_run(tmp_path / n, tmp_path / "0")
+    answers = []
+    for n in names:
+        (done,) = forker.run((("eval.py", tmp_path / "0", f"--n_workers={n}"), code, {}))
+        assert done.code == 0, done.errors
+        pictures = [path.read_bytes() for path in sorted((tmp_path / "0").glob("*.png"))]
+        answers.append((done.output, (tmp_path / "0" / "eval.json").read_text(), pictures))
+    assert answers[0] == answers[1] == answers[2] and len(pictures) == 4
