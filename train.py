@@ -44,6 +44,11 @@ from eval import (
     report,
 )
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 # ---------------------------------------------------------------------------------------------
 # Settings. Files and --key=value on the command line override them; --help lists them.
 
@@ -192,12 +197,28 @@ chief = rank == 0  # the process that prints and writes
 names = ("last.pt", "best.pt", "log.jsonl", "config.json")
 out_dir = os.path.expanduser(out_dir)
 last_path, best_path, log_path, config_path = paths = [os.path.join(out_dir, n) for n in names]
+
+
+def lock(file):
+    """Keep other runs out of out_dir while this process has its log open; a kill releases it."""
+    try:
+        if fcntl:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        die(f"out_dir {out_dir} is in use: another process is training there")
+    except OSError:
+        pass  # a file system without locks
+
+
 if chief:
     if any(map(os.path.exists, paths)) and not (resume or overwrite):
         die(f"out_dir {out_dir} holds a run: add --resume=True or --overwrite=True")
     try:
         os.makedirs(out_dir, exist_ok=True)
         tempfile.TemporaryFile(dir=out_dir).close()
+        if os.path.exists(log_path):
+            with open(log_path, "a") as log_file:
+                lock(log_file)
     except OSError as fault:
         die(f"out_dir {out_dir} cannot be written ({fault.strerror}); choose another")
 
@@ -403,6 +424,7 @@ if chief:
     write(log_path, "".join(lines))
     write(config_path, json.dumps(settings, indent=2) + "\n")
     log_file = open(log_path, "a")  # noqa: SIM115 (open until the program ends)
+    lock(log_file)
     if wandb_log:
         wandb.init(project="daps", name=out_dir, config=settings)
     sizes = "encoder {:,}, decoder {:,}".format(*n_parameters(raw_model))

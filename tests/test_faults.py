@@ -8,6 +8,8 @@ Importing torch takes longer than a tiny run. So one process imports all that tr
 forks for each run; a fault is code that the child executes before train.py.
 """
 
+import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -116,10 +118,13 @@ def forker(tmp_path_factory):
 
 STRIKE = """
 calls = []
+def blow():  # Ctrl-C and schedulers signal all processes of a group
+    os.kill(0 if {number} in (2, 15) else os.getpid(), {number})
+
 def strike():
     calls.append(1)
     if len(calls) == {nth}:
-        timer = threading.Timer({delay}, os.kill, (os.getpid(), {number}))
+        timer = threading.Timer({delay}, blow)
         timer.daemon = True
         timer.run() if {delay} < 0.01 else timer.start()
 
@@ -583,6 +588,46 @@ def test_two_machines_train_as_two_processes_do(finished_pair, tmp_path):
     assert [job.returncode for job in jobs] == [0, 0], texts
     assert sum("8 for each of 2 processes" in output for output, _ in texts) == 1
     assert_same_run(out_dir, finished_pair)
+
+
+def test_two_runs_never_write_to_one_folder(forker, finished_twin, tmp_path):
+    settings, log = (*TINY, f"--out_dir={tmp_path / 'run'}"), tmp_path / "run" / "log.jsonl"
+    slow = STRIKE.format(nth=0, delay=0, number=0) + "strike = lambda: time.sleep(0.3)\n"
+    late = f"while not os.path.exists('{log}') or not os.path.getsize('{log}'): time.sleep(0.01)\n"
+    jobs = [(("train.py", *settings), slow + PLACES["step"], {})]
+    jobs += [
+        (("train.py", *settings, f"--{key}=True"), late, {}) for key in ("resume", "overwrite")
+    ]
+    first, *others = forker.run(*jobs)
+    assert first.code == 0, first.errors
+    assert_same_run(tmp_path / "run", finished_twin)
+    for other in others:
+        assert other.code == 2 and "is in use: another process is training there" in other.errors
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs the /proc of Linux")
+@pytest.mark.parametrize("where", ["imagenet"], indirect=True)
+def test_readers_of_images_go_when_their_run_is_killed(forker, tmp_path, where):
+    arguments, code = where(tmp_path / "run")
+    code += "print(os.getpid(), flush=True)\n"
+    code += STRIKE.format(nth=3, delay=0, number=int(signal.SIGKILL)) + PLACES["step"]
+    done = forker.train(*arguments[1:], "--n_workers=2", fault=code)
+    assert done.code == -signal.SIGKILL
+    session = int(done.output.split()[0])
+    assert len(processes_of(session)) == 2
+    patience = time.monotonic() + 30
+    while processes_of(session) and time.monotonic() < patience:
+        time.sleep(0.1)
+    assert not processes_of(session)
+
+
+def processes_of(session):
+    found = []
+    for place in glob.glob("/proc/[0-9]*"):
+        with contextlib.suppress(OSError, ProcessLookupError):
+            if os.getsid(int(os.path.basename(place))) == session:
+                found.append(place)
+    return found
 
 
 # the same answer twice
