@@ -38,7 +38,7 @@ IMPORTS = """
 import json, os, runpy, signal, sys, threading, time
 import requests, torch, torch.nn.parallel
 import data, eval
-letters = data.glyphs(n_train=2000, n_val=300)
+letters = data.glyphs(n_train=2000, n_val=48)
 data.DATASETS["glyphs"] = lambda data_dir: letters
 """
 FORKER = """
@@ -169,7 +169,7 @@ torch.save = save
 """,
 }
 HOW_MANY = {"start": 1, "step": 6, "evaluation": 2, "move": 6, "report": 1, "save": 4}
-HOW_MANY |= {"statistics": 20, "features": 40, "download": 20}
+HOW_MANY |= {"statistics": 20, "features": 40, "download": 8}
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
@@ -209,7 +209,7 @@ def where(request, tmp_path):
     a server on this machine, and keep what it computes to itself."""
     name, server, code, folder = request.param, None, "", tmp_path / "data"
     settings = [f"--dataset={name}", *(TINY if name in ("glyphs", "mnist") else SMALL)]
-    settings += ["--max_steps=24", "--eval_interval=4", "--mc_samples=2"]
+    settings += ["--max_steps=24", "--eval_interval=4", "--eval_examples=48", "--mc_samples=2"]
     settings += ["--fsq_levels=8 4" if name in ("glyphs", "mnist") else "--fsq_levels=4 4"]
     if name == "mnist":
         write_mnist(tmp_path / "made", n=300)
@@ -470,7 +470,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(forker, finished_
     assert_same_run(out_dir, finished_pair)
 
 
-OTHER = "letters = data.glyphs(n_train={}, n_val=300, seed={})"
+OTHER = "letters = data.glyphs(n_train={}, n_val=48, seed={})"
 DISAGREE = {
     "lr": (("--lr=1e-3",), ""),
     "n_train": ((), OTHER.format(1999, 0)),
