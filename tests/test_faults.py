@@ -229,9 +229,10 @@ def where(request, tmp_path):
             photograph(48, 40, seed=i).save(folder / f"{i:02}.png")
         settings += ["--image_size=32", "--n_workers=1"]
 
-    def run(out_dir):
+    def run(out_dir, report=False):
         data_dir = out_dir.with_suffix(".data") if server else folder
         place = f"data.CACHE_DIR = '{out_dir.with_suffix('.cache')}'\n{code}\n"
+        place += "" if report else "eval.report = lambda *runs, **options: None\n"
         return ("train.py", *settings, f"--out_dir={out_dir}", f"--data_dir={data_dir}"), place
 
     yield run
@@ -266,9 +267,10 @@ def cases():
 def test_a_run_struck_at_random_and_resumed_equals_one_that_was_not(
     forker, tmp_path, where, method, places
 ):
-    (arguments, place), twin = where(tmp_path / "twin"), tmp_path / "twin"
+    report = "report" in places  # which takes its time
+    (arguments, place), twin = where(tmp_path / "twin", report), tmp_path / "twin"
     forker.finish(*arguments[1:], f"--method={method}", fault=place)
-    (arguments, place), out_dir = where(tmp_path / "run"), tmp_path / "run"
+    (arguments, place), out_dir = where(tmp_path / "run", report), tmp_path / "run"
     rng = random.Random(method)
     for i, name in enumerate(places):
         number, code = blow(name, rng)
@@ -633,11 +635,8 @@ def processes_of(session):
 # the same answer twice
 
 
-SOME_METHODS = ("daps", "ppo", "vqvae")
-
-
 @pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=() if m in SOME_METHODS else SLOW) for m in METHODS]
+    "method", [pytest.param(m, marks=() if m in ("daps", "vqvae") else SLOW) for m in METHODS]
 )
 def test_a_run_depends_on_its_seed_and_not_on_how_often_it_is_looked_at(forker, tmp_path, method):
     settings = (*TINY, "--max_steps=6", "--mc_samples=2", "--fsq_levels=8 4", f"--method={method}")
@@ -669,7 +668,7 @@ def test_results_do_not_depend_on_who_reads_the_images_nor_change_with_the_readi
     forker, tmp_path, where
 ):
     names = ("0", "1", "3")
-    arguments, code = where(tmp_path / "run")
+    arguments, code = where(tmp_path / "run", report=True)
     more = [("--max_steps=4", f"--n_workers={n}", f"--out_dir={tmp_path / n}") for n in names]
     for done in forker.run(*[((*arguments, *words), code, {}) for words in more]):
         assert done.code == 0, done.errors
