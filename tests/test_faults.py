@@ -170,12 +170,12 @@ torch.save = save
 }
 HOW_MANY = {"start": 1, "step": 6, "evaluation": 2, "move": 6, "report": 1, "save": 4}
 HOW_MANY |= {"statistics": 20, "features": 40, "download": 8}
-SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
-def blow(place, rng):
+def blow(place, rng, kill):
     """A signal at a random moment of one kind: its number, and the code for the child."""
-    number, nth = rng.choice(SIGNALS), rng.randint(1, HOW_MANY[place])
+    number = signal.SIGKILL if kill else rng.choice((signal.SIGTERM, signal.SIGINT))
+    nth = rng.randint(1, HOW_MANY[place])
     delay = rng.choice((0.0, rng.uniform(0.01, 0.05)))
     delay *= place != "report"  # after which the run may be over
     return number, STRIKE.format(nth=nth, delay=delay, number=int(number)) + PLACES[place]
@@ -274,7 +274,7 @@ def test_a_run_struck_at_random_and_resumed_equals_one_that_was_not(
     (arguments, place), out_dir = where(tmp_path / "run", report), tmp_path / "run"
     rng = random.Random(method)
     for i, name in enumerate(places):
-        number, code = blow(name, rng)
+        number, code = blow(name, rng, kill=i % 2 == 0)
         resume = f"--resume={i > 0}"
         done = forker.train(*arguments[1:], f"--method={method}", resume, fault=place + code)
         assert_stopped(done, number)
