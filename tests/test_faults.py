@@ -169,7 +169,7 @@ torch.save = save
 """,
 }
 HOW_MANY = {"start": 1, "step": 6, "evaluation": 2, "move": 6, "report": 1, "save": 4}
-HOW_MANY |= {"statistics": 20, "features": 40, "download": 8}
+HOW_MANY |= {"statistics": 20, "features": 30, "download": 3}
 
 
 def blow(place, rng, kill):
