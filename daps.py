@@ -40,7 +40,9 @@ def log_weights(reward, log_q, eta, beta):
     # log-sum-exp over the K rewards. That is constant per x and cancels when we normalise over K,
     # as the uniform prior does. We subtract the best reward instead, which cancels as well: it
     # keeps the small differences between large rewards from being rounded away.
-    reward, log_q = reward.detach().float(), log_q.detach().float()
+    # An infinite reward counts as a large one: no difference of infinities, no NaN, and codes that
+    # are all impossible are all alike.
+    reward, log_q = reward.detach().float().clamp(-1e20, 1e20), log_q.detach().float()
     score = reward - reward.amax(dim=1, keepdim=True) - beta * log_q
     return (score / (eta + beta)).log_softmax(dim=1)
 
@@ -59,7 +61,8 @@ def solve_eta(reward, log_q, beta, ess_target):
     """The eta at which the batch mean of the ESS ratio meets ess_target: a float32 scalar.
 
     For every x the ratio rises with eta, so bisection on log eta finds it. Where the ratio is
-    above the target even at ETA_MIN, eta is ETA_MIN. Nothing branches on data, so no GPU waits.
+    above the target even at ETA_MIN, eta is ETA_MIN; where it is below it even at ETA_MAX, as with
+    many rewards of -inf, ETA_MAX. Nothing branches on data, so no GPU waits.
     """
     low, high = (reward.new_tensor(math.log(e), dtype=torch.float32) for e in (ETA_MIN, ETA_MAX))
     for _ in range(32):
