@@ -17,6 +17,7 @@ import functools
 import glob
 import gzip
 import hashlib
+import io
 import json
 import math
 import multiprocessing
@@ -315,6 +316,9 @@ def mnist(data_dir):
     return Dataset("mnist", x_train, y_train, x_val, y_val)
 
 
+DEFLATE = 1032  # gzip makes nothing smaller than by this factor
+
+
 def read_idx(path):
     """A gzipped IDX file of unsigned bytes as an array, if it is whole and of the promised size."""
     try:
@@ -324,7 +328,7 @@ def read_idx(path):
                 raise ValueError("not an IDX file of bytes")
             shape = struct.unpack(f">{n_dims}I", file.read(4 * n_dims))
             size = math.prod(shape)
-            if size > 1 << 30:
+            if size > min(1 << 30, DEFLATE * os.path.getsize(path)):
                 raise ValueError(f"promises {size:,} bytes, too many to be true")
             body = file.read(size + 1)  # one more than promised, which must not be there
             if len(body) != size:
@@ -347,24 +351,17 @@ CIFAR10_RECORD = 1 + 3 * 32 * 32  # a label, then red, green and blue
 
 
 def cifar10(data_dir):
-    """CIFAR-10 from its binary files, unpacked or in their archive, which is never unpacked onto
-    the disk and need not be trusted: of its members, those with the right names are read."""
+    """CIFAR-10 from its binary files, unpacked or in their archive."""
     folder = os.path.join(data_dir, "cifar10")
     unpacked = os.path.join(folder, CIFAR10_FOLDER)
     archive = os.path.join(folder, os.path.basename(CIFAR10_URL))
     if not os.path.isdir(unpacked) and not os.path.exists(archive):
         download([CIFAR10_URL], archive, CIFAR10_SHA256)
+    names = (*CIFAR10_TRAIN, "test_batch.bin")
     if os.path.isdir(unpacked):
-        paths = [os.path.join(unpacked, name) for name in (*CIFAR10_TRAIN, "test_batch.bin")]
-        parts = [read_cifar(path, functools.partial(open, path, "rb")) for path in paths]
+        parts = [read_cifar(os.path.join(unpacked, name)) for name in names]
     else:
-        try:
-            with tarfile.open(archive) as tar:
-                names = [f"{CIFAR10_FOLDER}/{name}" for name in (*CIFAR10_TRAIN, "test_batch.bin")]
-                parts = [read_cifar(archive, functools.partial(tar.extractfile, n)) for n in names]
-        except (tarfile.TarError, OSError, EOFError, zlib.error) as fault:
-            reason = f"cannot be read ({str(fault).splitlines()[0]}); delete it to download it anew"
-            raise DataError(f"{archive}: {reason}") from None
+        parts = [cifar_records(archive, body) for body in read_cifar_archive(archive, names)]
     train = torch.cat(parts[:5])
     y_train, y_val = (part[:, 0].contiguous() for part in (train, parts[5]))
     x_train, x_val = (part[:, 1:].reshape(-1, 3, 32, 32) for part in (train, parts[5]))
@@ -392,14 +389,42 @@ def mean_and_std(sums, n):
     return mean.float().view(3, 1, 1), std.float().view(3, 1, 1)
 
 
-def read_cifar(path, open_file):
+def read_cifar_archive(path, names):
+    """The bytes of these files in an archive. It is never unpacked onto the disk and need not be
+    trusted: of its members, ordinary files in the right place are read."""
+    most = 6 * 10_000 * CIFAR10_RECORD + (1 << 20)
+    bodies = {}
+    try:
+        # Read to its end, where a checksum stands, and before anybody looks inside: there, a size
+        # may be any number.
+        with gzip.open(path) as file:
+            body = file.read(min(most, DEFLATE * os.path.getsize(path)) + 1)
+        if len(body) > most:
+            raise ValueError(f"unpacks to more than {most:,} bytes")
+        with tarfile.open(fileobj=io.BytesIO(body), mode="r:") as tar:
+            for member, _ in zip(tar, range(1000), strict=False):
+                folder, _, name = member.name.rpartition("/")
+                if folder == CIFAR10_FOLDER and member.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
+                    bodies[name] = tar.extractfile(member).read(10_000 * CIFAR10_RECORD + 1)
+        if missing := [name for name in names if name not in bodies]:
+            raise ValueError(f"holds no file {CIFAR10_FOLDER}/{missing[0]}")
+    except Exception as fault:  # what a damaged file makes tarfile raise is not documented
+        reason = str(fault).split("\n")[0] or type(fault).__name__
+        raise DataError(f"{path}: cannot be read ({reason}); delete it to download anew") from None
+    return [bodies[name] for name in names]
+
+
+def read_cifar(path):
     """The records of one file: (n, 3073) uint8."""
     try:
-        with open_file() as file:
-            body = file.read(10_000 * CIFAR10_RECORD + 1)
-    except (OSError, KeyError, AttributeError, TypeError) as fault:  # not there; not a file
-        reason = getattr(fault, "strerror", None) or fault
-        raise DataError(f"{path}: cannot be read ({reason}); delete it to download anew") from None
+        with open(path, "rb") as file:
+            return cifar_records(path, file.read(10_000 * CIFAR10_RECORD + 1))
+    except OSError as fault:
+        reason = f"cannot be read ({fault.strerror}); delete it to download anew"
+        raise DataError(f"{path}: {reason}") from None
+
+
+def cifar_records(path, body):
     if len(body) == 0 or len(body) % CIFAR10_RECORD:
         wanted = f"up to 10,000 records of {CIFAR10_RECORD:,} bytes"
         found = f"{len(body):,} bytes"
@@ -414,6 +439,7 @@ def read_cifar(path, open_file):
 # ---------------------------------------------------------------------------------------------
 # ImageNet, or any folder of images
 
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 

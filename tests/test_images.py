@@ -126,7 +126,7 @@ def test_members_of_an_archive_that_nobody_asked_for_are_never_written(tmp_path)
     write_cifar(tmp_path / "made")
     target = tmp_path / "data" / "cifar10" / "cifar-10-binary.tar.gz"
     archive(tmp_path / "made", target)
-    with tarfile.open(tmp_path / "evil.tar", "w") as tar:
+    with tarfile.open(tmp_path / "evil.tar", "w:gz") as tar:
         for name in ("../../escaped", "/tmp/escaped", "cifar-10-batches-bin/../../escaped"):
             member = tarfile.TarInfo(name)
             member.size = 4

@@ -1,0 +1,382 @@
+"""Files from outside, damaged in a thousand ways: each gives a correct result or one line that
+says what is wrong; never another exception, a hang, or more memory than the file justifies.
+
+Every case is a function of its number. CI tries some, DAPS_FUZZ=2000 as many of each kind.
+"""
+
+import contextlib
+import gzip
+import io
+import os
+import random
+import signal
+import struct
+import tarfile
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_data import idx_bytes
+from test_images import photograph, write_cifar
+from test_motion import clip
+
+import data
+from data import DataError, ImageFolder, centre_crop, cifar10, read_idx, read_image, read_motion
+
+CASES = int(os.environ.get("DAPS_FUZZ", 150))
+MiB = 2**20
+
+
+def cases(kind):
+    """A generator of random numbers for each case of a kind."""
+    return [random.Random(f"{kind} {i}") for i in range(CASES)]
+
+
+def damaged(whole, rng):
+    """A copy of some bytes with one kind of damage."""
+    body, place = bytearray(whole), rng.randrange(len(whole) + 1)
+    n = rng.choice((1, 4, 64, 1000))
+    kind = rng.randrange(9)
+    if kind == 0:
+        del body[place:]  # cut short
+    elif kind == 1:
+        del body[place : place + n]
+    elif kind == 2:
+        body[place:place] = rng.randbytes(n)
+    elif kind == 3:
+        body[place : place + n] = rng.randbytes(n)
+    elif kind == 4:  # a number that is too large, most likely in a header
+        place = rng.randrange(min(200, len(body)))
+        word = rng.choice((b"\xff" * 4, b"\x7f" + b"\xff" * 3, b"\0" * 4, b"\xff" * 8, b"9" * 4))
+        body[place : place + len(word)] = word
+    elif kind == 5:
+        body += body[place : place + n] or b"more"
+    elif kind == 6:
+        body = bytearray(rng.randbytes(n))
+    else:
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
+    return bytes(body)
+
+
+@contextlib.contextmanager
+def limits(seconds=20):
+    """No case may take long or say anything beside its result, be it a warning of a library."""
+
+    def stop(*caught):
+        raise AssertionError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attempt(read, path, error=DataError):
+    """What a reader makes of a file, or None if it says in one line that names it what is wrong."""
+    with limits():
+        try:
+            return read(path)
+        except error as fault:
+            message = str(fault)
+            assert os.path.basename(path) in message and "\n" not in message, message
+            assert type(fault) is error, repr(fault)
+
+
+@pytest.fixture(autouse=True)
+def modest_memory():
+    """The process must not have grown much at any time during a test."""
+
+    def peak():
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
+
+    if not os.path.exists("/proc/self/clear_refs"):  # Linux alone tells
+        yield
+        return
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forget the peak so far
+    before = peak()
+    yield
+    assert peak() - before < 200, f"{peak() - before:.0f} MiB more than before"
+
+
+# IDX, CIFAR-10, CSV
+
+
+def test_idx_files_are_read_exactly_or_refused(tmp_path):
+    path, rng = str(tmp_path / "x.gz"), np.random.default_rng(0)
+    content = idx_bytes(rng.integers(256, size=(20, 28, 28)))
+    n_read = 0
+    for rng in cases("idx"):
+        inside = rng.random() < 0.5
+        inner = damaged(content, rng) if inside else content
+        outer = gzip.compress(inner, 1, mtime=0)
+        with open(path, "wb") as file:
+            file.write(outer if inside else damaged(outer, rng))
+        found = attempt(read_idx, path)
+        if found is not None:
+            n_read += 1
+            assert idx_bytes(found) == inner
+    assert 0 < n_read < CASES
+
+
+@pytest.mark.parametrize(
+    "promise", [(2**32 - 1,) * 3, (2**30,), (0, 2**31, 2**31), (2**20, 28, 28)]
+)
+def test_an_idx_header_that_promises_what_the_file_cannot_hold_is_not_believed(tmp_path, promise):
+    path = str(tmp_path / "x.gz")
+    with gzip.open(path, "wb") as file:
+        file.write(struct.pack(f">HBB{len(promise)}I", 0, 8, len(promise), *promise) + b"little")
+    assert attempt(read_idx, path) is None
+
+
+def write_archive(path, parts, extra=()):
+    """The six files in a tar, after some others."""
+    with tarfile.open(path, "w:gz", compresslevel=1) as tar:
+        for member in extra:
+            tar.addfile(member)
+        for name, part in parts.items():
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            member.size = len(part)
+            tar.addfile(member, io.BytesIO(part))
+
+
+@pytest.fixture(scope="module")
+def cifar_parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    write_cifar(folder, n=2)
+    return {name: (folder / name).read_bytes() for name in sorted(os.listdir(folder))}
+
+
+def test_unpacked_cifar10_is_read_exactly_or_refused(tmp_path, cifar_parts):
+    folder, n_read = tmp_path / "cifar10" / "cifar-10-batches-bin", 0
+    os.makedirs(folder)
+    for rng in cases("cifar"):
+        parts = dict(cifar_parts)
+        name = rng.choice(list(parts))
+        parts[name] = damaged(parts[name], rng)
+        for key, part in parts.items():
+            (folder / key).write_bytes(part)
+        found = attempt(lambda path: cifar10(str(tmp_path)), str(folder / name))
+        if found is not None:
+            n_read += 1
+            records = b"".join(parts.values())  # in the order of their names: train, then test
+            x, y = torch.cat([found.x_train, found.x_val]), torch.cat([found.y_train, found.y_val])
+            ours = torch.cat([y.unsqueeze(1), x.flatten(1)], dim=1)
+            assert ours.numpy().tobytes() == records and found.mean.isfinite().all()
+    assert 0 < n_read < CASES
+
+
+def test_an_archive_of_cifar10_is_read_exactly_or_refused(tmp_path, cifar_parts):
+    path, n_read = str(tmp_path / "cifar10" / "cifar-10-binary.tar.gz"), 0
+    os.makedirs(tmp_path / "cifar10")
+    write_archive(path, cifar_parts)
+    whole = cifar10(str(tmp_path))
+    with open(path, "rb") as file:
+        outer = file.read()
+    inner = gzip.decompress(outer)
+    for rng in cases("tar"):
+        inside = rng.random() < 0.5
+        with open(path, "wb") as file:
+            file.write(gzip.compress(damaged(inner, rng), 1) if inside else damaged(outer, rng))
+        found = attempt(lambda path: cifar10(str(tmp_path)), path)
+        if found is not None:
+            n_read += 1
+            assert found.shape == whole.shape and found.y_train.max() <= 9
+            assert inside or torch.equal(found.x_train, whole.x_train)
+    assert 0 < n_read < CASES
+
+
+def member(name, kind=tarfile.REGTYPE, link="", size=0):
+    made = tarfile.TarInfo(name)
+    made.type, made.linkname, made.size = kind, link, size
+    return made
+
+
+HOSTILE = {
+    "absolute path": member("/tmp/daps_escaped"),
+    "parent": member("../../daps_escaped"),
+    "inside out": member("cifar-10-batches-bin/../../daps_escaped"),
+    "symbolic link": member("cifar-10-batches-bin/link", tarfile.SYMTYPE, "/etc/passwd"),
+    "folder that is a link": member("cifar-10-batches-bin", tarfile.SYMTYPE, "/tmp"),
+    "hard link": member("cifar-10-batches-bin/hard", tarfile.LNKTYPE, "/etc/passwd"),
+    "device": member("cifar-10-batches-bin/device", tarfile.CHRTYPE),
+    "disk": member("cifar-10-batches-bin/disk", tarfile.BLKTYPE),
+    "pipe": member("cifar-10-batches-bin/pipe", tarfile.FIFOTYPE),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_members_of_an_archive_are_left_alone(tmp_path, cifar_parts, kind):
+    os.makedirs(tmp_path / "cifar10")
+    write_archive(tmp_path / "cifar10" / "cifar-10-binary.tar.gz", cifar_parts, [HOSTILE[kind]])
+    before = sorted(tmp_path.rglob("*"))
+    assert cifar10(str(tmp_path)).n_train == 10
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not os.path.lexists("/tmp/daps_escaped")
+
+
+LINKS = {
+    "outside": "/etc/passwd",
+    "parent": "../../../../../../etc/passwd",
+    "itself": "data_batch_1.bin",
+    "a link to it": "data_batch_2.bin",
+    "nowhere": "none",
+}
+
+
+@pytest.mark.parametrize(
+    "kind", (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)
+)
+@pytest.mark.parametrize("link", LINKS)
+def test_hostile_members_in_place_of_the_files_are_refused(tmp_path, cifar_parts, kind, link):
+    os.makedirs(tmp_path / "cifar10")
+    path = str(tmp_path / "cifar10" / "cifar-10-binary.tar.gz")
+    parts = {
+        k: v for k, v in cifar_parts.items() if k not in ("data_batch_1.bin", "data_batch_2.bin")
+    }
+    folder = "" if kind == tarfile.SYMTYPE else "cifar-10-batches-bin/"
+    first = member("cifar-10-batches-bin/data_batch_1.bin", kind, folder + LINKS[link])
+    back = member("cifar-10-batches-bin/data_batch_2.bin", kind, folder + "data_batch_1.bin")
+    write_archive(path, parts, [first, back])
+    assert attempt(lambda path: cifar10(str(tmp_path)), path) is None
+
+
+@pytest.mark.parametrize("kind", (tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE))
+def test_an_archive_that_unpacks_to_gigabytes_is_refused(tmp_path, kind):
+    """Three megabytes that say nothing but zero, all of which belong to the first member."""
+    os.makedirs(tmp_path / "cifar10")
+    path = str(tmp_path / "cifar10" / "cifar-10-binary.tar.gz")
+    packer, header = zlib.compressobj(9, wbits=31), member("x", kind, size=3 << 30)
+    header, block = (
+        packer.compress(part) + packer.flush(zlib.Z_FULL_FLUSH)
+        for part in (header.tobuf(tarfile.GNU_FORMAT), bytes(MiB))
+    )
+    with open(path, "wb") as file:
+        file.write(header + 3072 * block)
+    assert attempt(lambda path: cifar10(str(tmp_path)), path) is None
+
+
+def test_motion_is_read_as_it_is_written_or_refused(tmp_path):
+    path, n_read = str(tmp_path / "x.csv"), 0
+    np.savetxt(path, clip(33), delimiter=",", fmt="%.6f")
+    with open(path, "rb") as file:
+        content = file.read()
+    for rng in cases("csv"):
+        body = damaged(content, rng)
+        with open(path, "wb") as file:
+            file.write(body)
+        found = attempt(read_motion, path)
+        if found is not None:
+            n_read += 1
+            lines = body.decode("latin-1").splitlines()
+            lines = [line for line in lines if line.strip()]
+            assert found.tolist() == [[float(word) for word in line.split(",")] for line in lines]
+            assert all(t.isfinite().all() for t in data.motion_features(found))
+    assert 0 < n_read < CASES
+
+
+@pytest.mark.parametrize("text", ("", "#", "\n\n\n", "1e400," * 25 + "0\n"))
+def test_motion_without_frames_is_refused(tmp_path, text):
+    (tmp_path / "x.csv").write_text(text * 40)
+    assert attempt(read_motion, str(tmp_path / "x.csv")) is None
+
+
+@pytest.mark.parametrize("column", (0, 25))
+def test_motion_beyond_all_measure_is_refused(tmp_path, column):
+    frames = clip(40)
+    frames[7, column] = 1e30
+    np.savetxt(tmp_path / "x.csv", frames, delimiter=",")
+    assert attempt(read_motion, str(tmp_path / "x.csv")) is None
+
+
+def test_a_frame_behind_a_damaged_character_is_not_taken_for_a_comment(tmp_path):
+    np.savetxt(tmp_path / "x.csv", clip(40), delimiter=",", fmt="%.6f")
+    lines = (tmp_path / "x.csv").read_text().splitlines()
+    lines[7] = "#" + lines[7][1:]
+    (tmp_path / "x.csv").write_text("\n".join(lines))
+    assert attempt(read_motion, str(tmp_path / "x.csv")) is None
+
+
+# images
+
+FORMATS = {
+    "jpg": {},
+    "png": {},
+    "webp": {},
+    "gif": {},
+    "bmp": {},
+    "tif": {"compression": "tiff_lzw"},
+}
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_damaged_images_are_read_or_skipped_with_one_line(tmp_path, ending, capsys, monkeypatch):
+    monkeypatch.setattr(data, "CACHE_DIR", str(tmp_path / "cache"))
+    good, path = tmp_path / f"a.{ending}", tmp_path / f"b.{ending}"
+    photograph(90, 60).save(good, **FORMATS[ending])
+    content = good.read_bytes()
+    folder = ImageFolder("images", [str(good), str(path)], [str(path)], 16)
+    capsys.readouterr()
+    n_read = 0
+    for rng in cases(ending):
+        path.write_bytes(damaged(content, rng))
+        for flags in folder.broken.values():
+            flags.zero_()
+        with limits():
+            x, kept = folder.val_examples(torch.arange(1))
+        lines = capsys.readouterr().err.splitlines()
+        n_read += len(kept)
+        assert len(x) == len(kept) == 1 - len(lines) and x.isfinite().all()
+        assert all(f"b.{ending} is skipped" in line for line in lines)
+    assert 0 < n_read < CASES
+
+
+def bomb(kind):
+    """A small file that says that it is a large image."""
+    file = io.BytesIO()
+    if kind == "png":  # and is one, of 13,000 x 13,000 zeros
+
+        def chunk(name, body):
+            crc = zlib.crc32(name + body)
+            return struct.pack(">I", len(body)) + name + body + struct.pack(">I", crc)
+
+        rows = zlib.compressobj(9)
+        body = b"".join(rows.compress(bytes(1 + 13_000 * 3)) for _ in range(13_000)) + rows.flush()
+        header = struct.pack(">2I5B", 13_000, 13_000, 8, 2, 0, 0, 0)
+        file.write(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header))
+        file.write(chunk(b"IDAT", body) + chunk(b"IEND", b""))
+    else:
+        Image.new("1", (13_000, 13_000)).save(
+            file, kind, **({"compression": "group4"} if kind == "tiff" else {})
+        )
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ("png", "gif", "tiff"))
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path, kind):
+    (tmp_path / "x.png").write_bytes(bomb(kind))
+    with limits(), pytest.raises(ValueError, match="pixels"):
+        read_image(tmp_path / "x.png", centre_crop, 16)
+
+
+def test_a_program_that_calls_itself_an_image_is_not_run(tmp_path, monkeypatch):
+    """PostScript is a language, which Pillow would hand to Ghostscript."""
+    for name in ("gs", "gswin64c"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho 10.0\ntouch {tmp_path}/ran\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    (tmp_path / "x.jpg").write_bytes(program)
+    with pytest.raises(OSError, match="identify"):
+        read_image(tmp_path / "x.jpg", centre_crop, 16)
+    assert not (tmp_path / "ran").exists()
