@@ -13,6 +13,7 @@ example i of step t and its noise are the same whatever the number of processes.
 Images in colour are standardised per channel by the training set; binary ones stay 0 and 1.
 """
 
+import contextlib
 import functools
 import glob
 import gzip
@@ -28,6 +29,7 @@ import struct
 import sys
 import tarfile
 import time
+import warnings
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,6 +47,14 @@ CACHE_DIR = os.environ.get("DAPS_CACHE", "~/.cache/daps")  # what was computed o
 
 class DataError(ValueError):
     """Something is wrong with a data set; the message is one line that says what to do."""
+
+
+@contextlib.contextmanager
+def quiet():
+    """Without the warnings of libraries: what is wrong with a file is for us to say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class Examples:
@@ -514,9 +524,9 @@ class ImageFolder(Examples):
         try:
             with open(path) as file:
                 mean, std = torch.tensor(json.load(file), dtype=torch.float32).view(2, 3, 1, 1)
-            if std.min() > 0:
+            if std.min() > 0 and mean.isfinite().all() and std.isfinite().all():
                 return mean, std
-        except (OSError, ValueError, TypeError, RuntimeError):
+        except (OSError, ValueError, TypeError, RuntimeError, OverflowError):
             pass  # not there yet, or damaged
         sums, n_pixels = torch.zeros(2, 3, dtype=torch.float64), 0
         for i in tqdm(index, desc="statistics", leave=False, disable=None):
@@ -573,12 +583,21 @@ def part_of(path):
     return f"{path}.{secrets.token_hex(4)}.part"
 
 
+@quiet()
 def read_image(path, crop, size):
-    """The part crop(width, height) -> (left, top, right, bottom) of an image as (size, size, 3)."""
-    with Image.open(path) as image:
+    """The part crop(width, height) -> (left, top, right, bottom) of an image as (size, size, 3).
+
+    What a file is decided by its content. Of what Pillow knows, some formats are programs, which
+    it would have run by others: only FORMATS are opened.
+    """
+    with Image.open(path, formats=FORMATS) as image:
+        width, height = image.size
+        most = max(1 << 24, 100 * os.path.getsize(path))  # a photograph has fewer than 50 per byte
+        if width * height > most:
+            raise ValueError(f"{width} x {height} pixels, too many for a file of its size")
         if image.getexif().get(0x0112, 1) != 1:  # lies on its side
             image = ImageOps.exif_transpose(image)
-        width, height = image.size
+            width, height = image.size
         box = crop(width, height)
         # A JPEG decodes at 1/2, 1/4 or 1/8 of its size for a fraction of the work: as small as will
         # still cover the crop.
@@ -784,25 +803,27 @@ def inverse_kinematics(turns):
     return torch.stack(angles, dim=-1)
 
 
+@quiet()
 def read_motion(path):
     """The frames of a file, (n, 26) float64: root position (3), quaternion x y z w, 19 angles."""
     advice = "delete the file to download it anew"
     try:
-        frames = np.loadtxt(path, delimiter=",", ndmin=2)
+        frames = np.loadtxt(path, delimiter=",", ndmin=2, comments=None, encoding="utf-8")
     except (OSError, ValueError) as fault:
         reason = str(fault).splitlines()[0]
         raise DataError(f"{path}: cannot be read ({reason}); {advice}") from None
+    if len(frames) < FRAMES:
+        raise DataError(f"{path}: has {len(frames)} frames, must have at least {FRAMES}; {advice}")
     if frames.shape[1] != 26:
         raise DataError(f"{path}: has {frames.shape[1]} columns, must have 26; {advice}")
-    finite = np.isfinite(frames).all(axis=1)
-    if not finite.all():
-        raise DataError(f"{path}, line {finite.argmin() + 1}: a number is not finite; {advice}")
+    fine = (abs(frames) < 10_000).all(axis=1)  # metres and radians
+    if not fine.all():
+        line = fine.argmin() + 1
+        raise DataError(f"{path}, line {line}: a number is not finite or too large; {advice}")
     off = abs(np.linalg.norm(frames[:, 3:7], axis=1) - 1)
     if off.max() > 1e-3:
         line = off.argmax() + 1
         raise DataError(f"{path}, line {line}: columns 4 to 7 are no unit quaternion; {advice}")
-    if len(frames) < FRAMES:
-        raise DataError(f"{path}: has {len(frames)} frames, must have at least {FRAMES}; {advice}")
     return frames
 
 
