@@ -9,11 +9,13 @@ values of their type. Whatever is wrong gets one line that says so, and exit cod
 
 import ast
 import difflib
+import math
 import os
 import re
 import sys
 
 TYPES = (int, float, bool, str)
+UNREADABLE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)  # as a literal
 
 
 def die(message):
@@ -55,7 +57,7 @@ def from_text(default, text):
         return text
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except (ValueError, SyntaxError):
+    except UNREADABLE:
         return text
 
 
@@ -65,11 +67,15 @@ def checked(key, value, settings, place):
         hint = f"; did you mean {' or '.join(near)}?" if near else " (--help lists the settings)"
         die(f"{place}: there is no setting {key}{hint}")
     wanted = type(settings[key])
-    if wanted is float and type(value) is int:
+    if wanted is float and type(value) is int and abs(value) < 2**53:
         value = float(value)
     if type(value) is not wanted:
         like = f"{wanted.__name__}, like {settings[key]!r}"
         die(f"{place}: {key} must be of type {like}; found {value!r}")
+    if wanted is float and not math.isfinite(value):
+        die(f"{place}: {key} must be finite; found {value!r}")
+    if wanted is str and not value.isprintable():
+        die(f"{place}: {key} must be printable text; found {value!r}")
     return value
 
 
@@ -78,8 +84,9 @@ def read_config(path):
     try:
         with open(path, encoding="utf-8") as file:
             statements = ast.parse(file.read()).body
-    except (OSError, SyntaxError, ValueError) as fault:
-        die(f"config file {path}: {getattr(fault, 'strerror', None) or fault}")
+    except (OSError, *UNREADABLE) as fault:
+        reason = getattr(fault, "strerror", None) or str(fault) or "too deeply nested"
+        die(f"config file {path}: {reason}")
     for i, line in enumerate(statements):
         if i == 0 and isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant):
             continue  # the docstring
@@ -87,7 +94,7 @@ def read_config(path):
         try:
             (target,) = line.targets
             yield target.id, ast.literal_eval(line.value), place
-        except (AttributeError, ValueError):
+        except (AttributeError, *UNREADABLE):
             die(f"{place}: a config file holds only assignments like max_steps = 500")
 
 
