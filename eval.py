@@ -14,6 +14,7 @@ import json
 import math
 import os
 import sys
+import zipfile
 
 import torch
 import torch.distributed as dist
@@ -51,8 +52,16 @@ try:
 except ImportError:  # Windows
     resource = None
 
-CHECKPOINT_KEYS = {"model", "optimizer", "config", "x_shape", "x_mean", "x_std"}
-CHECKPOINT_KEYS |= {"step", "best", "skipped", "seconds", "memory"}
+CHECKPOINT = {"model": dict, "optimizer": dict, "config": dict, "x_shape": list}  # what it holds
+CHECKPOINT |= {"x_mean": torch.Tensor, "x_std": torch.Tensor}
+CHECKPOINT |= {"step": int, "best": float, "skipped": int, "seconds": float, "memory": float}
+SETTINGS = {  # of those in a checkpoint, the ones that a model or its evaluation depends on
+    int: "n_tokens vocab_size width n_heads n_layers mlp_ratio decoder_layers image_size "
+    "n_samples mc_samples ppo_epochs recompute",
+    float: "ess_target ppo_clip commitment beta_final",
+    bool: "aligned resnet_encoder vq_ema",
+    str: "method dataset data_dir eta_update fsq_levels",
+}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -120,15 +129,67 @@ def build_model(config, x_shape):
 def load_checkpoint(path):
     """A checkpoint's content; ValueError, in one line, if it is missing, damaged or foreign."""
     try:
+        # torch.load looks at no checksum, and unpacks what may be a thousand times larger.
+        with zipfile.ZipFile(path) as file:
+            if any(item.compress_type != zipfile.ZIP_STORED for item in file.infolist()):
+                raise ValueError("it is compressed")
+            if sum(item.file_size for item in file.infolist()) > os.path.getsize(path):
+                raise ValueError("it promises more than it holds")
+            if file.testzip():
+                raise ValueError("its checksum is wrong")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist") from None
-    except Exception as fault:  # what a damaged file makes torch.load raise is not documented
+    except Exception as fault:  # what a damaged file makes them raise is not documented
         reason = str(fault).split("\n")[0] or type(fault).__name__
         raise ValueError(f"{path} is not a readable checkpoint ({reason})") from None
-    if not isinstance(checkpoint, dict) or not checkpoint.keys() >= CHECKPOINT_KEYS:
+    if not isinstance(checkpoint, dict) or any(
+        not isinstance(checkpoint.get(key), kind) for key, kind in CHECKPOINT.items()
+    ):
         raise ValueError(f"{path} is not a checkpoint of train.py")
+    if checkpoint["step"] < 1:
+        raise ValueError(f"{path} is of step {checkpoint['step']}, must be of 1 or later")
     return checkpoint
+
+
+def load_config(path):
+    """The settings in a config.json; ValueError, in one line, if it is damaged."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+    except (OSError, ValueError, RecursionError) as fault:
+        raise ValueError(f"{path} cannot be read ({fault})") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no settings")
+    return config
+
+
+def rebuild(state, file_size):
+    """The model of a checkpoint. What it says need not be true: it is compared with the tensors,
+    and these with the size of the file, before any room is made."""
+    config, x_shape, found = state["config"], state["x_shape"], state["model"]
+    for kind, names in SETTINGS.items():
+        for name in names.split():
+            value = config[name]
+            if type(value) is not kind or kind in (int, float) and not 0 <= value < 2**31:
+                raise ValueError(f"{name} is {value!r}")
+    n_tokens, width, n_heads = config["n_tokens"], config["width"], config["n_heads"]
+    if n_tokens * max(width, config["vocab_size"]) > 2**26 or width % (2 * n_heads):
+        raise ValueError(f"{n_tokens} tokens, {width} wide, {n_heads} heads")
+    if max(config["n_layers"], config["decoder_layers"]) > len(found):
+        raise ValueError("more layers than tensors")
+    if not all(type(n) is int and n > 0 for n in x_shape):
+        raise ValueError(f"x_shape is {x_shape}")
+    if sum(t.numel() * t.element_size() for t in found.values()) > file_size:
+        raise ValueError("tensors larger than the file")
+    with torch.device("meta"):  # shapes alone
+        wanted = build_model(config, x_shape).state_dict()
+    for name in wanted.keys() | found.keys():
+        if (wanted[name].shape, wanted[name].dtype) != (found[name].shape, found[name].dtype):
+            raise ValueError(f"{name} is {tuple(found[name].shape)}, {found[name].dtype}")
+    model = build_model(config, x_shape)
+    model.load_state_dict(found)
+    return model
 
 
 def load(out_dir, checkpoint="best", device="cpu"):
@@ -137,20 +198,21 @@ def load(out_dir, checkpoint="best", device="cpu"):
     path = os.path.join(out_dir, f"{checkpoint}.pt")
     state = load_checkpoint(path)
     try:
-        model = build_model(state["config"], state["x_shape"])
-        model.load_state_dict(state["model"])
-    except (KeyError, RuntimeError, TypeError, ValueError):
+        model = rebuild(state, os.path.getsize(path))
+        model.register_buffer("x_mean", state["x_mean"], persistent=False)
+        model.register_buffer("x_std", state["x_std"], persistent=False)
+        model.to(device)
+    except Exception:  # settings that nobody foresaw fail in ways that nobody did
         raise ValueError(f"{path}: settings and parameters do not fit this version") from None
+    model.x_shape = tuple(state["x_shape"])
     model.config = state["config"] | {key: state[key] for key in ("step", "seconds", "memory")}
-    model.register_buffer("x_mean", state["x_mean"], persistent=False)
-    model.register_buffer("x_std", state["x_std"], persistent=False)
-    return model.to(device).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def check_device(device):
     """ValueError, in one line, if this machine has no such device."""
     try:
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as fault:
         reason = str(fault).splitlines()[0]
         raise ValueError(f"device is {device!r}, which cannot be used here ({reason})") from None
@@ -458,7 +520,7 @@ def draw_plot(title, lines, y_range=None, log_scale=False, size=(420, 300)):
     low, high = y_range or (min(y for _, y in points), max(y for _, y in points))
     if log_scale:
         low, high = math.floor(low), math.floor(high) + 1  # whole decades
-    margin = 0.05 * (high - low) or 0.5
+    margin = 0.05 * (high - low) or max(0.5, 1e-3 * abs(high))
     low, high = low - margin, high + margin
     left, top, right, bottom = 66, 32, size[0] - 26, size[1] - 44
 
@@ -498,7 +560,8 @@ def draw_curves(out_dirs):
     )
     logs = [read_log(out_dir) for out_dir in out_dirs]
     for row in (row for log in logs for row in log if row["split"] == "val"):
-        row["beta_elbo"] = row["log_px"] if row["kl"] is None else row["beta_elbo"]
+        if row.get("kl") is None:
+            row["beta_elbo"] = row.get("log_px")
     page = Image.new("RGB", (3 * 420, 2 * 300), PAPER)
     for i, (title, split, key, options) in enumerate(panels):
         lines = [
@@ -521,15 +584,24 @@ def draw_curves(out_dirs):
 
 
 def read_log(out_dir):
-    """The rows of log.jsonl, without a last line that was cut short."""
-    rows = []
-    if os.path.exists(os.path.join(out_dir, "log.jsonl")):
-        with open(os.path.join(out_dir, "log.jsonl")) as file:
-            for line in file:
-                try:
-                    rows.append(json.loads(line))
-                except ValueError:
-                    continue
+    """The rows of log.jsonl, without a last line that was cut short. Other lines that train.py did
+    not write are named and skipped."""
+    path, rows = os.path.join(out_dir, "log.jsonl"), []
+    if not os.path.exists(path):
+        return rows
+    with open(path, "rb") as file:
+        for i, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+                numbers = [v for k, v in row.items() if k != "split" and v is not None]
+                if not (0 < row["step"] < 2**53 and row["split"] in ("train", "val")):
+                    raise ValueError("no step")
+                if not all(type(v) in (int, float) and abs(v) < 1e100 for v in numbers):
+                    raise ValueError("no number")
+                rows.append(row)
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                if line.endswith(b"\n"):
+                    print(f"warning: {path}, line {i}: not a line of train.py", file=sys.stderr)
     return rows
 
 
@@ -759,7 +831,14 @@ def report(
         config = model.config
         data = load_dataset(config["dataset"], data_dir or config["data_dir"], config["image_size"])
         data = copy.copy(data)  # others keep theirs
-        data.mean, data.std = model.x_mean.cpu(), model.x_std.cpu()  # those of its training
+        mean, std = model.x_mean.cpu(), model.x_std.cpu()  # those of its training
+        kinds = [(t.shape, t.dtype) for t in (mean, std, data.mean, data.std)]
+        if model.x_shape != tuple(data.shape) or kinds[:2] != kinds[2:]:
+            raise ValueError(
+                f"{out_dir}: was trained on examples of shape {model.x_shape}, those of "
+                f"{data.name} in {data_dir or config['data_dir']} are {tuple(data.shape)}"
+            )
+        data.mean, data.std = mean, std
         settings = (config["beta_final"], batch_size, device)
         metrics, counts = evaluate(model, data, *settings, n_workers=n_workers)
         if data.shape[0] == 3:  # in colour

@@ -38,6 +38,7 @@ from eval import (
     evaluate,
     keep_memory,
     load_checkpoint,
+    load_config,
     n_parameters,
     peak_memory,
     read_log,
@@ -289,8 +290,7 @@ try:
         checkpoint = load_checkpoint(last_path)
         config_then = checkpoint["config"]
     elif resume and os.path.exists(config_path) and not overwrite:
-        with open(config_path) as file:  # killed before the first checkpoint
-            config_then = json.load(file)
+        config_then = load_config(config_path)  # killed before the first checkpoint
 except ValueError as fault:
     die(f"resume: {fault}")
 for key in settings:
@@ -305,7 +305,10 @@ try:
 except DataError as fault:
     die(fault)
 standard = {"x_mean": data.mean, "x_std": data.std}
-if checkpoint and not all(torch.allclose(checkpoint[key], standard[key]) for key in standard):
+if checkpoint and not all(
+    checkpoint[key].shape == value.shape and torch.allclose(checkpoint[key].to(value), value)
+    for key, value in standard.items()
+):
     die(f"resume: the data in {data_dir} have another mean or scale than those the run began with")
 
 # ---------------------------------------------------------------------------------------------
@@ -328,12 +331,21 @@ optimizer = torch.optim.AdamW(
     lr=lr,
     fused=True,
 )
+rules = [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups]
 progress = {"step": 0, "best": -math.inf, "skipped": 0, "seconds": 0.0, "memory": 0.0}
 if checkpoint:
     try:
         raw_model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-    except (RuntimeError, ValueError, KeyError):
+        # What the optimizer takes as it comes.
+        if any(
+            group | rule != group for group, rule in zip(optimizer.param_groups, rules, strict=True)
+        ):
+            raise ValueError("other rules")
+        for p, state in optimizer.state.items():
+            if any(t.shape not in (p.shape, ()) or t.dtype != p.dtype for t in state.values()):
+                raise ValueError("other shapes")
+    except Exception:  # what foreign content makes torch raise is not documented
         die(f"resume: {last_path} was written by another version and does not fit this one")
     progress = {key: checkpoint[key] for key in progress}
 if world_size > 1:  # processes that start from different places would train nonsense

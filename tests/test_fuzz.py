@@ -7,12 +7,16 @@ Every case is a function of its number. CI tries some, DAPS_FUZZ=2000 as many of
 import contextlib
 import gzip
 import io
+import json
+import math
 import os
+import pickle
 import random
 import signal
 import struct
 import tarfile
 import warnings
+import zipfile
 import zlib
 
 import numpy as np
@@ -22,9 +26,14 @@ from PIL import Image
 from test_data import idx_bytes
 from test_images import photograph, write_cifar
 from test_motion import clip
+from test_settings import settings_block
+from test_train import same
 
 import data
+import eval as evaluation
+from configurator import configure
 from data import DataError, ImageFolder, centre_crop, cifar10, read_idx, read_image, read_motion
+from eval import build_model, draw_curves, load, load_checkpoint, load_config, read_log, report
 
 CASES = int(os.environ.get("DAPS_FUZZ", 150))
 MiB = 2**20
@@ -380,3 +389,357 @@ def test_a_program_that_calls_itself_an_image_is_not_run(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="identify"):
         read_image(tmp_path / "x.jpg", centre_crop, 16)
     assert not (tmp_path / "ran").exists()
+
+
+# checkpoints
+
+
+@pytest.fixture(scope="module")
+def state():
+    """What the checkpoint of a tiny run holds."""
+    config = settings_block() | dict(width=8, n_heads=2, n_tokens=4, vocab_size=8, mlp_ratio=1)
+    model = build_model(config, (1, 28, 28))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "config": config}
+    content |= {"step": 7, "best": -1.0, "skipped": 0, "seconds": 1.0, "memory": 1.0}
+    return content | {
+        "x_shape": [1, 28, 28],
+        "x_mean": torch.tensor(0.0),
+        "x_std": torch.tensor(1.0),
+    }
+
+
+def test_a_damaged_checkpoint_is_refused_or_what_it_was(tmp_path, state):
+    path, n_read = str(tmp_path / "last.pt"), 0
+    torch.save(state, path)
+    assert same(load_checkpoint(path), state)
+    with open(path, "rb") as file:
+        content = file.read()
+    for rng in cases("checkpoint"):
+        with open(path, "wb") as file:
+            file.write(damaged(content, rng))
+        found = attempt(load_checkpoint, path, ValueError)
+        if found is not None:
+            n_read += 1
+            assert same(found, state)
+    assert n_read < CASES
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which writes it still
+@pytest.mark.parametrize("kind", ("zip", "old zip", "pickle", "state", "key", "script"))
+def test_a_checkpoint_that_is_a_bomb_is_refused_and_does_not_go_off(tmp_path, state, kind):
+    path, bomb = str(tmp_path / "best.pt"), Bomb(tmp_path / "exploded")
+    if kind == "zip":
+        torch.save(bomb, path)
+    elif kind == "old zip":
+        torch.save(state | {"bomb": bomb}, path, _use_new_zipfile_serialization=False)
+    elif kind == "pickle":
+        with open(path, "wb") as file:
+            pickle.dump(bomb, file)
+    elif kind == "state":
+        torch.save(state | {"model": state["model"] | {"bomb": bomb}}, path)
+    elif kind == "key":
+        torch.save(state | {"config": state["config"] | {"method": bomb}}, path)
+    else:
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+    assert attempt(lambda path: load(tmp_path), path, ValueError) is None
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_checkpoint_that_is_small_until_it_is_unpacked_is_refused(tmp_path):
+    path, zeros = str(tmp_path / "best.pt"), bytes(64 * MiB)
+    torch.save({"a": torch.zeros(1)}, path)
+    with zipfile.ZipFile(path) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        for name, part in parts.items():
+            file.writestr(name, part)
+        with file.open("archive/data/1", "w", force_zip64=True) as item:
+            for _ in range(4):
+                item.write(zeros)
+    assert attempt(load_checkpoint, path, ValueError) is None
+
+
+@pytest.fixture
+def few_letters(monkeypatch):
+    """All data sets are a few letters."""
+    letters = data.glyphs(n_train=20, n_val=10)
+    monkeypatch.setattr(data, "DATASETS", dict.fromkeys(data.DATASETS, lambda *_, **__: letters))
+    data.load_dataset.cache_clear()
+    yield letters
+    data.load_dataset.cache_clear()
+
+
+VALUES = (
+    None,
+    0,
+    -1,
+    3,
+    10**9,
+    2**63,
+    10**30,
+    1.5,
+    1e300,
+    math.nan,
+    math.inf,
+    True,
+    "",
+    "x",
+    "9" * 99,
+)
+VALUES += (
+    "8 8 4",
+    "lafan",
+    "imagenet",
+    "vqvae",
+    "gaussian",
+    "fsq",
+    "daps_na",
+    "a\nb\0c",
+    [],
+    [1, 2],
+    {},
+)
+VALUES += (b"bytes", torch.zeros(3), torch.zeros(0), torch.zeros(2, 2, dtype=torch.complex64))
+VALUES += (torch.zeros(1).expand(2**16, 2**16), torch.zeros(3, device="meta"))
+VALUES += (torch.eye(3).to_sparse(),)
+
+
+def hostile(state, rng):
+    """The content of a checkpoint with something of it replaced, missing, or in addition."""
+    state = dict(state)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        part = rng.choice((None, "config", "config", "config", "model", "optimizer"))
+        if part and isinstance(state.get(part), dict):
+            target = state[part] = dict(state[part])
+        else:
+            target = state
+        key = rng.choice([*target, "other"])
+        like = target.get(key)
+        if rng.random() < 0.15:
+            target.pop(key, None)
+        elif isinstance(like, torch.Tensor) and rng.random() < 0.7:
+            changes = (torch.Tensor.double, torch.Tensor.half, torch.Tensor.int, torch.Tensor.bool)
+            changes += (
+                lambda t: t[None],
+                lambda t: t.flatten(),
+                lambda t: t * math.nan,
+            )
+            changes += (lambda t: t.clone().fill_(math.inf), lambda t: t.new_zeros(()))
+            changes += (lambda t: t.new_zeros(1).expand(2**20, *t.shape),)
+            target[key] = rng.choice(changes)(like)
+        elif type(like) is int and rng.random() < 0.5:
+            target[key] = like + rng.choice((-like, -1, 1, like, 10**6, 2**31, 2**40))
+        else:
+            target[key] = rng.choice(VALUES)
+    return state
+
+
+def test_a_checkpoint_with_hostile_content_is_refused_or_can_be_evaluated(
+    tmp_path, state, few_letters, monkeypatch, capsys
+):
+    path, n_read = str(tmp_path / "best.pt"), 0
+    for name in ("draw_reconstructions", "draw_samples", "draw_codes", "draw_curves"):
+        monkeypatch.setattr(evaluation, name, lambda *_: Image.new("L", (9, 9)))
+    for rng in cases("hostile"):
+        torch.save(hostile(state, rng), path)
+        rows = attempt(lambda path: report([path]), str(tmp_path), ValueError)
+        n_read += rows is not None
+    assert 0 < n_read < CASES
+
+
+# settings
+
+
+def settings_of(*argv):
+    """What configure() makes of arguments, or None if it says in one line what is wrong."""
+    block = settings_block()
+    with limits(), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            return configure(dict(block), [str(word) for word in argv])[0]
+        except SystemExit as end:
+            line = said.getvalue()
+            assert end.code == 2 and line.count("\n") == 1 and line.startswith("error: "), line
+
+
+def assert_settings(found):
+    defaults = settings_block()
+    assert found.keys() == defaults.keys()
+    for key, value in found.items():
+        assert type(value) is type(defaults[key])
+        assert math.isfinite(value) if type(value) is float else str(value).isprintable()
+
+
+CONFIG = '''"""A run."""
+
+method = "daps_na"
+n_tokens = 16  # B
+lr = 1e-3
+beta_final = 1
+aligned = True
+'''
+WORDS = (
+    "1",
+    "-1",
+    "1e3",
+    "1e999",
+    "-1e999",
+    "9" * 400,
+    "9" * 5000,
+    "0x1f",
+    "True",
+    "None",
+    "'daps'",
+    "nan",
+)
+WORDS += (
+    "[1]",
+    "{}",
+    "{[]: 1}",
+    "(1, 2)",
+    "1 + 2j",
+    "'a' 'b'",
+    "f'{1}'",
+    "b'x'",
+    "'a\\0b'",
+    "'\\ud800'",
+)
+WORDS += (
+    "(" * 90,
+    "(" * 9999,
+    "-" * 50_000 + "1",
+    "[" * 60 + "]" * 60,
+    "1." + "x" * 99,
+    "__import__('os')",
+)
+WORDS += (
+    "10**9",
+    "lambda: 1",
+    "'" + "x" * 10_000 + "'",
+    "...",
+    "0_1",
+    "1__0",
+    "\\",
+    "\t1",
+    " 1",
+    "é",
+)
+
+
+def test_a_config_file_is_read_or_refused_by_one_line(tmp_path):
+    path, n_read = tmp_path / "x.py", 0
+    for rng in cases("config"):
+        if rng.random() < 0.5:
+            path.write_bytes(damaged(CONFIG.encode(), rng))
+        else:
+            key = rng.choice(
+                ("lr", "n_tokens", "method", "aligned", "other", "a.b", "a[0]", "lr = seed")
+            )
+            path.write_text(CONFIG + f"{key} = {rng.choice(WORDS)}\n")
+        found = settings_of(path)
+        if found is not None:
+            n_read += 1
+            assert_settings(found)
+    assert 0 < n_read < CASES
+
+
+@pytest.mark.parametrize("key", ("lr", "n_tokens", "method", "aligned", "other", ""))
+def test_an_argument_is_read_or_refused_by_one_line(key):
+    for word in WORDS:
+        found = settings_of(f"--{key}={word}")
+        if found is not None:
+            assert_settings(found)
+
+
+def test_a_config_json_is_read_or_refused_by_one_line(tmp_path):
+    path, n_read = tmp_path / "config.json", 0
+    content = json.dumps(settings_block(), indent=2).encode()
+    for rng in cases("json"):
+        path.write_bytes(damaged(content, rng))
+        found = attempt(load_config, path, ValueError)
+        n_read += found is not None
+        assert found is None or isinstance(found, dict)
+    for text in ("[]", "7", "null", "[" * 100_000, "{" * 10, "9" * 5000, ""):
+        path.write_text(text)
+        assert attempt(load_config, path, ValueError) is None
+    assert 0 < n_read < CASES
+
+
+# logs
+
+
+def log_content(n=12):
+    rows = []
+    for step in range(1, n + 1):
+        rows.append({"step": step, "split": "train", "loss": -1.5, "ess": 0.3, "eta": 2.0 * step})
+        if step % 4 == 0:
+            rows.append(
+                {"step": step, "split": "val", "beta_elbo": -9.0, "log_px": -8.0, "kl": 1.0}
+            )
+            rows[-1]["psnr"] = 12.5
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_a_damaged_log_loses_the_damaged_lines_alone_and_can_be_drawn(tmp_path, capsys):
+    whole, path = log_content().encode(), tmp_path / "log.jsonl"
+    for i, rng in enumerate(cases("log")):
+        path.write_bytes(damaged(whole, rng))
+        with limits():
+            rows = read_log(tmp_path)
+        *lines, torn = path.read_bytes().split(b"\n")
+        untouched = [json.loads(line) for line in lines if line in whole.splitlines()]
+        assert all(row in rows for row in untouched)
+        lost = len(lines) + bool(torn) - len(rows)
+        assert len(capsys.readouterr().err.splitlines()) in (lost, lost - 1)
+        if i % 10 == 0:
+            with limits():
+                draw_curves([tmp_path])
+            capsys.readouterr()
+
+
+ROWS = ("7", "[]", "null", "{}", '{"step": 1}', '{"step": "1", "split": "train"}', "[" * 100_000)
+ROWS += ('{"step": 0, "split": "val"}', '{"step": 1, "split": "val", "kl": "x"}', "NaN", "\udcff")
+ROWS += ('{"step": 1, "split": "val", "kl": NaN}', '{"step": 1, "split": "val", "psnr": 1e999}')
+ROWS += (
+    '{"step": 1, "split": []}',
+    '{"step": 1e99, "split": "val"}',
+    '{"step": %s}' % ("9" * 9999),
+)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_line_that_train_py_did_not_write_is_named_and_skipped(tmp_path, row, capsys):
+    content = log_content()
+    (tmp_path / "log.jsonl").write_bytes((row + "\n" + content).encode(errors="surrogateescape"))
+    with limits():
+        draw_curves([tmp_path])
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: {tmp_path}/log.jsonl, line 1: not a line of train.py"
+    ]
+    assert [json.dumps(row) for row in read_log(tmp_path)] == content.splitlines()
+
+
+EXTREMES = (0.0, 1.0, -1e20, 1e20, 1e-300, 1e99, -1e99, 5e-324, 1e16, 1e16 + 2, 2**53, 10**99)
+
+
+@pytest.mark.parametrize("values", [(a, b) for a in EXTREMES for b in EXTREMES[:5]])
+def test_curves_of_extreme_values_can_be_drawn(tmp_path, values):
+    rows = [
+        {"step": i, "split": split, "eta": v, "ess": v, "psnr": v, "kl": v, "beta_elbo": v}
+        for i, v in enumerate(values, 1)
+        for split in ("train", "val")
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with limits():
+        draw_curves([tmp_path])
