@@ -987,21 +987,25 @@ DATASETS = {
 # downloads
 
 
+TIMEOUT = 20  # seconds without a byte after which a server is given up
+
+
 def download(urls, path, sha256):
-    """Fetch path from the first of urls that delivers the right bytes; move it into place whole."""
-    name, faults = os.path.basename(path), []
+    """Fetch path from the first of urls that delivers the right bytes, asking each twice; move it
+    into place whole."""
+    name, faults = os.path.basename(path), {}
     part = part_of(path)
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        for url in urls:
+        for url in (*urls, *urls):
             try:
-                with requests.get(url, stream=True, timeout=20) as reply:
+                with requests.get(url, stream=True, timeout=TIMEOUT) as reply:
                     reply.raise_for_status()
                     digest = hashlib.sha256()
-                    size = int(reply.headers.get("content-length", 0)) or None
-                    bar = tqdm(
-                        total=size, unit="B", unit_scale=True, desc=name, leave=False, disable=None
-                    )
+                    size = reply.headers.get("content-length", "")
+                    size = int(size) if size.isdecimal() else None
+                    options = dict(unit="B", unit_scale=True, leave=False, disable=None)
+                    bar = tqdm(total=size, desc=name, **options)
                     with bar, open(part, "wb") as file:
                         for block in reply.iter_content(1 << 16):
                             digest.update(block)
@@ -1009,12 +1013,12 @@ def download(urls, path, sha256):
                         file.flush()
                         os.fsync(file.fileno())
             except requests.RequestException as fault:
-                faults.append(f"{url}: {type(fault).__name__}")
+                faults[url] = type(fault).__name__
                 continue
             if digest.hexdigest() == sha256:
                 os.replace(part, path)
                 return
-            faults.append(f"{url}: wrong content")
+            faults[url] = "wrong content"
     except OSError as fault:
         raise DataError(
             f"{path}: cannot be written ({fault.strerror}); choose another --data_dir"
@@ -1022,8 +1026,9 @@ def download(urls, path, sha256):
     finally:
         if os.path.exists(part):
             os.remove(part)
+    faults = "; ".join(f"{url}: {fault}" for url, fault in faults.items())
     raise DataError(
         f"{name} is not in {os.path.dirname(path)} and no mirror delivered it "
-        f"({'; '.join(faults)}); put the file there by hand, set --data_dir to where it is, "
+        f"({faults}); put the file there by hand, set --data_dir to where it is, "
         "or take --dataset=glyphs, which needs no files"
     )

@@ -6,6 +6,7 @@ import http.server
 import os
 import struct
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -181,31 +182,58 @@ def test_an_unknown_data_set_is_refused_with_the_known_ones():
 
 
 class Server:
-    """Serves {path: bytes} on loopback; a path under /half/ breaks off in the middle."""
+    """Serves {path: bytes} on loopback. A path may begin with what goes wrong: /half breaks off in
+    the middle, /flaky the first time alone, /stall falls silent there, /silent from the start,
+    /moved redirects to a page, /loop to itself, /length gives none that makes sense."""
 
     def __init__(self, files):
+        self.asked = asked = []
+        self.closing = closing = threading.Event()
+
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self):
-                body = files.get(self.path.removeprefix("/half"))
+                fault, name = self.path.rsplit("/", 1)
+                body = files.get(f"/{name}")
+                half = fault in ("/half", "/stall") or fault == "/flaky" and self.path not in asked
+                asked.append(self.path)
+                if fault == "/silent":
+                    return closing.wait(30)
+                if fault in ("/moved", "/loop"):
+                    self.send_response(302)
+                    self.send_header("location", "/bad.gz" if fault == "/moved" else self.path)
+                    return self.end_headers()
                 self.send_response(404 if body is None else 200)
-                self.send_header("content-length", str(len(body or b"")))
+                length = "many" if fault == "/length" else str(len(body or b""))
+                self.send_header("content-length", length)
                 self.end_headers()
                 body = body or b""
-                self.wfile.write(body[: len(body) // 2] if self.path.startswith("/half") else body)
+                self.wfile.write(body[: len(body) // 2] if half else body)
+                if fault == "/stall":
+                    closing.wait(30)
 
             def log_message(self, *args):
                 pass
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self):
+        self.closing.set()
+        self.server.shutdown()
 
 
 @pytest.fixture
-def server():
+def served():
     server = Server({"/good.gz": b"good" * 1000, "/bad.gz": b"<html>moved</html>"})
-    yield server.url
-    server.server.shutdown()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def server(served):
+    return served.url
 
 
 GOOD = hashlib.sha256(b"good" * 1000).hexdigest()
@@ -230,6 +258,45 @@ def test_a_download_that_fails_everywhere_leaves_nothing_and_says_what_to_do(tmp
     with pytest.raises(DataError, match="^[^\n]*wrong content[^\n]*put the file there[^\n]*$"):
         data.download(urls, str(path), GOOD)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("fault", ("half", "stall", "silent", "moved", "loop", "missing"))
+def test_a_server_that_fails_is_asked_again_then_named_and_nothing_is_left(
+    tmp_path, served, fault, monkeypatch
+):
+    monkeypatch.setattr(data, "TIMEOUT", 0.2)
+    name = "none.gz" if fault == "missing" else "good.gz"
+    began = time.perf_counter()
+    with pytest.raises(DataError, match=f"^good.gz is not in [^\n]*/{fault}/{name}: [^\n]*$"):
+        data.download([f"{served.url}/{fault}/{name}"], str(tmp_path / "good.gz"), GOOD)
+    assert time.perf_counter() - began < 5
+    assert served.asked.count(f"/{fault}/{name}") >= 2
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("fault", ("half", "stall", "silent", "moved", "loop"))
+def test_a_server_that_fails_gives_way_to_the_next(tmp_path, served, fault, monkeypatch):
+    monkeypatch.setattr(data, "TIMEOUT", 0.2)
+    urls = [f"{served.url}/{fault}/good.gz", f"{served.url}/good.gz"]
+    data.download(urls, str(tmp_path / "good.gz"), GOOD)
+    assert (tmp_path / "good.gz").read_bytes() == b"good" * 1000
+    assert os.listdir(tmp_path) == ["good.gz"]
+
+
+@pytest.mark.parametrize("fault", ("flaky", "length"))
+def test_a_server_that_fails_once_or_does_not_know_the_size_will_do(tmp_path, served, fault):
+    data.download([f"{served.url}/{fault}/good.gz"], str(tmp_path / "good.gz"), GOOD)
+    assert (tmp_path / "good.gz").read_bytes() == b"good" * 1000
+
+
+def test_a_file_that_another_download_has_begun_is_never_used(tmp_path, monkeypatch, served):
+    """What a killed process leaves behind has another name."""
+    os.makedirs(tmp_path / "mnist")
+    for name in data.MNIST_FILES:
+        (tmp_path / "mnist" / f"{name}.gz.123.part").write_bytes(b"half")
+    monkeypatch.setattr(data, "MNIST_MIRRORS", (f"{served.url}/half/",))
+    with pytest.raises(DataError, match="train-images-idx3-ubyte.gz is not in"):
+        data.mnist(str(tmp_path))
 
 
 def test_a_data_dir_that_cannot_be_written_is_named(tmp_path):
