@@ -983,6 +983,16 @@ DATASETS = {
 }
 
 
+def example_shape(name, image_size):
+    """What one x of a data set looks like, without a look at the files."""
+    shapes = {
+        "cifar10": (3, 32, 32),
+        "imagenet": (3, image_size, image_size),
+        "lafan": (FRAMES, 121),
+    }
+    return shapes.get(name, (1, 28, 28))
+
+
 # ---------------------------------------------------------------------------------------------
 # downloads
 

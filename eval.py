@@ -89,7 +89,7 @@ DECODERS |= {"cifar10": ResNetDecoder, "imagenet": ResNetDecoder, "lafan": Motio
 def fsq_levels(config):
     """The setting "8 8 4" as numbers; whether they make vocab_size values is for FSQ to say."""
     words = config["fsq_levels"].split()
-    if not all(word.isdigit() for word in words):
+    if not words or not all(word.isdecimal() for word in words):
         raise ValueError(
             f"fsq_levels is {config['fsq_levels']!r}, must be numbers whose product is vocab_size"
         )

@@ -28,7 +28,15 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from configurator import configure, die
-from data import DATA_DIR, DATASETS, TRAIN_NOISE, DataError, load_dataset, uniform_noise
+from data import (
+    DATA_DIR,
+    DATASETS,
+    TRAIN_NOISE,
+    DataError,
+    example_shape,
+    load_dataset,
+    uniform_noise,
+)
 from eval import (
     AUTOREGRESSIVE,
     METHODS,
@@ -124,7 +132,7 @@ for key, fine, wanted in (
     ("n_heads", n_heads >= 1, "at least 1"),
     (
         "width",
-        width > 0 and width % (2 * n_heads) == 0,
+        width > 0 and width % (2 * max(n_heads, 1)) == 0,
         f"a multiple of 2 * n_heads = {2 * n_heads}",
     ),
     ("n_layers", n_layers >= 1, "at least 1"),
@@ -157,7 +165,7 @@ for key, fine, wanted in (
     ("accumulate", accumulate == 1 or method != "ppo", "1 for ppo, which goes back to its batch"),
     (
         "batch_size",
-        batch_size % (world_size * accumulate) == 0,
+        batch_size % (world_size * max(accumulate, 1)) == 0,
         f"a multiple of {world_size} processes times accumulate = {accumulate}",
     ),
     ("recompute", recompute >= 0, "zero (off) or more"),
@@ -167,11 +175,13 @@ for key, fine, wanted in (
         f"0 for {method}, which scores no codes",
     ),
     ("resnet_encoder", not resnet_encoder or method in VECTORS, f"False for {method}"),
+    ("resnet_encoder", not resnet_encoder or dataset != "lafan", "False for lafan, no images"),
     ("image_size", image_size >= 8, "at least 8"),
     ("n_workers", n_workers >= 0, "zero or more"),
     ("eval_examples", eval_examples >= 0, "zero (all) or more"),
     ("lr", lr > 0, "positive"),
     ("lr_final", 0 <= lr_final <= lr, f"between zero and lr = {lr}"),
+    ("lr_final", lr_final == 0 or lr_schedule != "constant", "0 for a constant rate"),
     ("lr_schedule", lr_schedule in ("cosine", "constant"), "cosine or constant"),
     ("warmup_steps", warmup_steps >= 0, "zero or more"),
     ("weight_decay", weight_decay >= 0, "zero or more"),
@@ -179,13 +189,23 @@ for key, fine, wanted in (
     ("max_skipped", max_skipped >= 1, "at least 1"),
     ("eval_interval", eval_interval >= 1, "at least 1"),
     ("log_interval", log_interval >= 1, "at least 1"),
-    ("seed", seed >= 0, "zero or more"),
+    ("seed", 0 <= seed < 2**63, "zero or more and below 2**63"),
+    ("device", world_size == 1 or ":" not in device, "cpu or cuda: each process takes its own"),
     ("dtype", dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
 ):
     if not fine:
         die(f"{key} is {settings[key]!r}, must be {wanted}")
 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and not resume:
     die("torchrun --max_restarts starts the same command again: add --resume=True")
+if device == "cuda" and world_size > 1:
+    device = f"cuda:{os.environ['LOCAL_RANK']}"
+# The networks, on paper: whether they fit together is known before data are looked for.
+try:
+    check_device(device)
+    with torch.device("meta"):
+        build_model(settings, example_shape(dataset, image_size))
+except ValueError as fault:
+    die(fault)
 if wandb_log:
     try:
         import wandb
@@ -224,12 +244,6 @@ if chief:
         die(f"out_dir {out_dir} cannot be written ({fault.strerror}); choose another")
 
 # Where to run. Under torchrun each process takes its share of every batch.
-if device == "cuda" and world_size > 1:
-    device = f"cuda:{os.environ['LOCAL_RANK']}"
-try:
-    check_device(device)
-except ValueError as fault:
-    die(fault)
 device_type = torch.device(device).type
 keep_memory()
 if device_type == "cuda":
@@ -314,10 +328,7 @@ if checkpoint and not all(
 # ---------------------------------------------------------------------------------------------
 # Model and optimizer. log_eta, if trained by gradient, has its own rate, no decay, no clipping.
 torch.manual_seed(seed)
-try:
-    raw_model = build_model(settings, data.shape).to(device)
-except ValueError as fault:
-    die(fault)
+raw_model = build_model(settings, data.shape).to(device)
 for module in raw_model.modules():
     if hasattr(module, "standardise"):
         module.standardise(*data.input_scale())

@@ -373,7 +373,7 @@ def test_fsq_levels_that_do_not_make_the_vocabulary_are_refused(tmp_path):
     for levels in ("8 8", "8 4 x"):
         arguments = ("--method=fsq", f"--fsq_levels={levels}", f"--out_dir={tmp_path / 'run'}")
         refuse(*TINY, *arguments, match=("fsq_levels", "vocab_size"))
-        assert not os.listdir(tmp_path / "run")
+        assert not (tmp_path / "run").exists()
 
 
 def test_an_out_dir_that_cannot_be_written_is_refused(tmp_path):
