@@ -5,6 +5,7 @@ Every case is a function of its number. CI tries some, DAPS_FUZZ=2000 as many of
 """
 
 import contextlib
+import copy
 import gzip
 import io
 import json
@@ -12,6 +13,8 @@ import math
 import os
 import pickle
 import random
+import re
+import shutil
 import signal
 import struct
 import tarfile
@@ -26,7 +29,7 @@ from PIL import Image
 from test_data import idx_bytes
 from test_images import photograph, write_cifar
 from test_motion import clip
-from test_settings import settings_block
+from test_settings import BASE, settings_block, small, train  # noqa: F401 (a fixture)
 from test_train import same
 
 import data
@@ -287,8 +290,7 @@ def test_motion_is_read_as_it_is_written_or_refused(tmp_path):
         found = attempt(read_motion, path)
         if found is not None:
             n_read += 1
-            lines = body.decode("latin-1").splitlines()
-            lines = [line for line in lines if line.strip()]
+            lines = filter(None, re.split("[\r\n]+", body.decode()))
             assert found.tolist() == [[float(word) for word in line.split(",")] for line in lines]
             assert all(t.isfinite().all() for t in data.motion_features(found))
     assert 0 < n_read < CASES
@@ -557,6 +559,36 @@ def test_a_checkpoint_with_hostile_content_is_refused_or_can_be_evaluated(
         rows = attempt(lambda path: report([path]), str(tmp_path), ValueError)
         n_read += rows is not None
     assert 0 < n_read < CASES
+
+
+def test_a_run_is_resumed_from_hostile_files_or_refused(tmp_path, small):  # noqa: F811
+    """Also of the optimizer's state, config.json and log.jsonl, by train.py itself."""
+    words = [f"--{word}" for word in BASE.split()]
+    assert train(*words, f"--out_dir={tmp_path / 'good'}")[0] == 0
+    good, codes = load_checkpoint(tmp_path / "good" / "last.pt"), []
+    for rng in cases("resume")[: max(CASES // 10, 10)]:
+        folder = tmp_path / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "good", folder)
+        name = rng.choice(("last.pt", "last.pt", "last.pt", "config.json", "log.jsonl"))
+        if name == "last.pt":
+            content = copy.deepcopy(good)
+            if rng.random() < 0.5:
+                content = hostile(content, rng)
+            else:
+                moments = rng.choice(list(content["optimizer"]["state"].values()))
+                moments["exp_avg"] = rng.choice((*VALUES, moments["exp_avg"][None]))
+            torch.save(content, folder / name)
+        else:
+            if name == "config.json":  # which is read if there is no checkpoint
+                (folder / "last.pt").unlink()
+            (folder / name).write_bytes(damaged((folder / name).read_bytes(), rng))
+        code, said = train(*words, "--max_steps=4", "--resume=True", f"--out_dir={folder}")
+        codes.append(code)
+        *warnings_, last = said.splitlines() or [""]
+        assert code == 0 or code == 2 and last.startswith("error: resume: "), said
+        assert all("log.jsonl, line" in line for line in warnings_), said
+    assert {0, 2} == set(codes)
 
 
 # settings
