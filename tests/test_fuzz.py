@@ -291,7 +291,9 @@ def test_motion_is_read_as_it_is_written_or_refused(tmp_path):
         if found is not None:
             n_read += 1
             lines = filter(None, re.split("[\r\n]+", body.decode()))
-            assert found.tolist() == [[float(word) for word in line.split(",")] for line in lines]
+            assert found.tolist() == [
+                [float(word.strip()) for word in line.split(",")] for line in lines
+            ]
             assert all(t.isfinite().all() for t in data.motion_features(found))
     assert 0 < n_read < CASES
 
@@ -520,7 +522,7 @@ VALUES += (torch.eye(3).to_sparse(),)
 
 def hostile(state, rng):
     """The content of a checkpoint with something of it replaced, missing, or in addition."""
-    state = dict(state)
+    state, original = dict(state), state["model"]
     for _ in range(rng.choice((1, 1, 2, 4))):
         part = rng.choice((None, "config", "config", "config", "model", "optimizer"))
         if part and isinstance(state.get(part), dict):
@@ -531,13 +533,9 @@ def hostile(state, rng):
         like = target.get(key)
         if rng.random() < 0.15:
             target.pop(key, None)
-        elif isinstance(like, torch.Tensor) and rng.random() < 0.7:
+        elif any(like is t for t in original.values()) and rng.random() < 0.7:
             changes = (torch.Tensor.double, torch.Tensor.half, torch.Tensor.int, torch.Tensor.bool)
-            changes += (
-                lambda t: t[None],
-                lambda t: t.flatten(),
-                lambda t: t * math.nan,
-            )
+            changes += (lambda t: t[None], lambda t: t.flatten(), lambda t: t * math.nan)
             changes += (lambda t: t.clone().fill_(math.inf), lambda t: t.new_zeros(()))
             changes += (lambda t: t.new_zeros(1).expand(2**20, *t.shape),)
             target[key] = rng.choice(changes)(like)
@@ -554,11 +552,11 @@ def test_a_checkpoint_with_hostile_content_is_refused_or_can_be_evaluated(
     path, n_read = str(tmp_path / "best.pt"), 0
     for name in ("draw_reconstructions", "draw_samples", "draw_codes", "draw_curves"):
         monkeypatch.setattr(evaluation, name, lambda *_: Image.new("L", (9, 9)))
-    for rng in cases("hostile"):
+    for rng in cases("hostile")[: max(CASES // 4, 100)]:
         torch.save(hostile(state, rng), path)
         rows = attempt(lambda path: report([path]), str(tmp_path), ValueError)
         n_read += rows is not None
-    assert 0 < n_read < CASES
+    assert 10 < n_read < 0.9 * CASES
 
 
 def test_a_run_is_resumed_from_hostile_files_or_refused(tmp_path, small):  # noqa: F811
