@@ -74,12 +74,16 @@ def damaged(whole, rng):
     return bytes(body)
 
 
+class TooSlow(BaseException):
+    """Not an Exception, which a reader might take for a fault of the file."""
+
+
 @contextlib.contextmanager
 def limits(seconds=20):
     """No case may take long or say anything beside its result, be it a warning of a library."""
 
     def stop(*caught):
-        raise AssertionError(f"not done after {seconds} s")
+        raise TooSlow(f"not done after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -544,6 +548,15 @@ def hostile(state, rng):
         else:
             target[key] = rng.choice(VALUES)
     return state
+
+
+@pytest.mark.parametrize("key", ("n_layers", "n_tokens", "vocab_size", "width", "mlp_ratio"))
+@pytest.mark.parametrize("value", (2**14, 2**20, 2**30))
+def test_a_checkpoint_that_asks_for_a_giant_is_refused_before_it_is_built(
+    tmp_path, state, key, value
+):
+    torch.save(state | {"config": state["config"] | {key: value}}, tmp_path / "best.pt")
+    assert attempt(lambda path: load(tmp_path), str(tmp_path / "best.pt"), ValueError) is None
 
 
 def test_a_checkpoint_with_hostile_content_is_refused_or_can_be_evaluated(
