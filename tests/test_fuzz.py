@@ -465,18 +465,29 @@ def test_a_checkpoint_that_is_a_bomb_is_refused_and_does_not_go_off(tmp_path, st
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_checkpoint_that_is_small_until_it_is_unpacked_is_refused(tmp_path):
-    path, zeros = str(tmp_path / "best.pt"), bytes(64 * MiB)
-    torch.save({"a": torch.zeros(1)}, path)
-    with zipfile.ZipFile(path) as file:
-        parts = {name: file.read(name) for name in file.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
-        for name, part in parts.items():
-            file.writestr(name, part)
-        with file.open("archive/data/1", "w", force_zip64=True) as item:
-            for _ in range(4):
-                item.write(zeros)
-    assert attempt(load_checkpoint, path, ValueError) is None
+def test_a_checkpoint_that_is_small_until_it_is_unpacked_is_refused(tmp_path, state):
+    """256 MiB of zeros in 1 MiB, which torch.load would unpack."""
+    torch.save(state | {"extra": torch.empty(2**26)}, tmp_path / "large.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "large.pt") as large,
+        zipfile.ZipFile(tmp_path / "best.pt", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as packed,
+    ):
+        for name in large.namelist():
+            with large.open(name) as source, packed.open(name, "w") as target:
+                shutil.copyfileobj(source, target)
+    assert attempt(load_checkpoint, str(tmp_path / "best.pt"), ValueError) is None
+
+
+def test_a_checkpoint_whose_tensors_are_one_number_each_is_refused(tmp_path, state):
+    """Strides of zero: shapes that fit, and a file that is small."""
+    config = state["config"] | {"width": 4096}
+    with torch.device("meta"):
+        giant = build_model(config, (1, 28, 28)).state_dict()
+    model = {
+        k: torch.zeros(1, dtype=t.dtype).expand(t.shape) if t.dim() else t for k, t in giant.items()
+    }
+    torch.save(state | {"config": config, "model": model}, tmp_path / "best.pt")
+    assert attempt(lambda path: load(tmp_path), str(tmp_path / "best.pt"), ValueError) is None
 
 
 @pytest.fixture
@@ -588,7 +599,10 @@ def test_a_run_is_resumed_from_hostile_files_or_refused(tmp_path, small):  # noq
                 content = hostile(content, rng)
             else:
                 moments = rng.choice(list(content["optimizer"]["state"].values()))
-                moments["exp_avg"] = rng.choice((*VALUES, moments["exp_avg"][None]))
+                like = moments["exp_avg"]
+                moments["exp_avg"] = rng.choice(
+                    (like.flatten()[:1], like[None], *rng.sample(VALUES, 2))
+                )
             torch.save(content, folder / name)
         else:
             if name == "config.json":  # which is read if there is no checkpoint
@@ -600,6 +614,26 @@ def test_a_run_is_resumed_from_hostile_files_or_refused(tmp_path, small):  # noq
         assert code == 0 or code == 2 and last.startswith("error: resume: "), said
         assert all("log.jsonl, line" in line for line in warnings_), said
     assert {0, 2} == set(codes)
+
+
+def test_an_optimizer_that_does_not_fit_is_refused(tmp_path, small):  # noqa: F811
+    """torch takes its moments and its rules as they come, and reads beyond the end of short ones."""
+    words = [f"--{word}" for word in BASE.split()]
+    words += ["--resume=True", f"--out_dir={tmp_path}"]
+    assert train(*words)[0] == 0
+    good = load_checkpoint(tmp_path / "last.pt")
+    for change in ("shape", "type", "rule"):
+        content = copy.deepcopy(good)
+        moments = content["optimizer"]["state"][1]
+        if change == "shape":
+            moments["exp_avg"] = moments["exp_avg"].flatten()[:1]
+        elif change == "type":
+            moments["exp_avg"] = moments["exp_avg"].double()
+        else:
+            content["optimizer"]["param_groups"][0]["maximize"] = True
+        torch.save(content, tmp_path / "last.pt")
+        code, said = train(*words, "--max_steps=4")
+        assert code == 2 and "does not fit" in said, change
 
 
 # settings
