@@ -354,7 +354,7 @@ if checkpoint:
         ):
             raise ValueError("other rules")
         for p, state in optimizer.state.items():
-            if any(t.shape not in (p.shape, ()) or t.dtype != p.dtype for t in state.values()):
+            if any(t.shape not in (p.shape, ()) for t in state.values()):
                 raise ValueError("other shapes")
     except Exception:  # what foreign content makes torch raise is not documented
         die(f"resume: {last_path} was written by another version and does not fit this one")

@@ -617,18 +617,16 @@ def test_a_run_is_resumed_from_hostile_files_or_refused(tmp_path, small):  # noq
 
 
 def test_an_optimizer_that_does_not_fit_is_refused(tmp_path, small):  # noqa: F811
-    """torch takes its moments and its rules as they come, and reads beyond the end of short ones."""
+    """torch takes moments and rules as they come, and reads beyond the end of short ones."""
     words = [f"--{word}" for word in BASE.split()]
     words += ["--resume=True", f"--out_dir={tmp_path}"]
     assert train(*words)[0] == 0
     good = load_checkpoint(tmp_path / "last.pt")
-    for change in ("shape", "type", "rule"):
+    for change in ("shape", "rule"):
         content = copy.deepcopy(good)
         moments = content["optimizer"]["state"][1]
         if change == "shape":
             moments["exp_avg"] = moments["exp_avg"].flatten()[:1]
-        elif change == "type":
-            moments["exp_avg"] = moments["exp_avg"].double()
         else:
             content["optimizer"]["param_groups"][0]["maximize"] = True
         torch.save(content, tmp_path / "last.pt")
