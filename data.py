@@ -13,7 +13,6 @@ example i of step t and its noise are the same whatever the number of processes.
 Images in colour are standardised per channel by the training set; binary ones stay 0 and 1.
 """
 
-import contextlib
 import functools
 import glob
 import gzip
@@ -31,7 +30,7 @@ import tarfile
 import time
 import warnings
 import zlib
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,7 +48,7 @@ class DataError(ValueError):
     """Something is wrong with a data set; the message is one line that says what to do."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def quiet():
     """Without the warnings of libraries: what is wrong with a file is for us to say."""
     with warnings.catch_warnings():

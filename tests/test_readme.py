@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from conftest import ROOT, TINY, environment, run, succeed
 from test_data import write_mnist
-from test_images import photograph
+from test_images import photograph, write_cifar
 from test_motion import write_lafan
 
 with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
@@ -30,6 +30,7 @@ def copy(tmp_path_factory):
     shutil.copytree(ROOT, folder, ignore=ignore)
     write_mnist(folder / "data" / "mnist", n=64)
     write_lafan(folder / "data")
+    write_cifar(folder / "data" / "cifar10" / "cifar-10-batches-bin", n=20)
     for part in ("data/imagenet/train/a", "data/imagenet/val/a", "pictures"):
         os.makedirs(folder / part)
         for i in range(20):
@@ -63,10 +64,9 @@ def test_every_readme_command_runs_in_order(copy):
         elif words == ["-m", "pytest"]:
             assert "test_every_readme_command" in in_copy(copy, *words, "--collect-only", "-q")
         elif "train.py" in words:
-            small = (
-                ("--n_tokens=16", "--image_size=32", "--n_workers=1") if "imagenet" in part else ()
-            )
-            small = ("--max_steps=2",) if "lafan" in part else small
+            small = ("--max_steps=2",) if "lafan" in part or "cifar10" in part else ()
+            if "imagenet" in part:
+                small += ("--n_tokens=16", "--image_size=32", "--n_workers=1")
             in_copy(copy, *words, *TINY, *small)
         elif "bench.py" in words:
             small = ("--only=steps", "--model=mnist", "--method=fsq", "--seconds=0.01")
