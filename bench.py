@@ -1,6 +1,6 @@
 """What a training step costs, in time and memory, and how far that is from what the machine can do.
 
-    python bench.py                                 all sections, a quarter of an hour on a CPU
+    python bench.py                                 all sections, ten minutes on two CPU cores
     python bench.py --only=steps --model=mnist      one section, on one of the models
     python bench.py --json_path=bench.json --picture=bench.png
 
