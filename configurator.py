@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import unicodedata
 
 TYPES = (int, float, bool, str)
 UNREADABLE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)  # as a literal
@@ -74,8 +75,8 @@ def checked(key, value, settings, place):
         die(f"{place}: {key} must be of type {like}; found {value!r}")
     if wanted is float and not math.isfinite(value):
         die(f"{place}: {key} must be finite; found {value!r}")
-    if wanted is str and not value.isprintable():
-        die(f"{place}: {key} must be printable text; found {value!r}")
+    if wanted is str and any(unicodedata.category(c) in ("Cc", "Cs") for c in value):
+        die(f"{place}: {key} must be text without control characters; found {value!r}")
     return value
 
 

@@ -129,6 +129,11 @@ for key, fine, wanted in (
     ("dataset", dataset in DATASETS, f"one of: {', '.join(DATASETS)}"),
     ("n_tokens", n_tokens >= 1, "at least 1"),
     ("vocab_size", vocab_size >= 2, "at least 2"),
+    (
+        "n_tokens",
+        n_tokens * max(width, vocab_size) <= 2**26,
+        "less: with width and vocab_size, an example has more than 2**26 numbers",
+    ),
     ("n_heads", n_heads >= 1, "at least 1"),
     (
         "width",
@@ -148,11 +153,8 @@ for key, fine, wanted in (
     ("eta_update", eta_update in ("solve", "gradient"), "solve or gradient"),
     ("beta_final", beta_final >= 0, "zero or more"),
     ("beta_init", beta_init >= 0, "zero or more"),
-    (
-        "beta_init",
-        beta_init == beta_final or beta_init * beta_final > 0,
-        "positive, like beta_final",
-    ),
+    ("beta_init", beta_init > 0 or beta_final <= 0, "positive, like beta_final"),
+    ("beta_final", beta_final > 0 or beta_init <= 0, "positive, like beta_init"),
     ("tau_init", tau_init > 0, "positive"),
     ("tau_final", tau_final > 0, "positive"),
     ("mc_samples", mc_samples >= 1, "at least 1"),
@@ -220,8 +222,9 @@ out_dir = os.path.expanduser(out_dir)
 last_path, best_path, log_path, config_path = paths = [os.path.join(out_dir, n) for n in names]
 
 
-def lock(file):
-    """Keep other runs out of out_dir while this process has its log open; a kill releases it."""
+def lock(path):
+    """Keep other runs out of out_dir while this process lives; a kill releases it."""
+    file = open(path, "a")  # noqa: SIM115 (open until the program ends)
     try:
         if fcntl:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,6 +232,7 @@ def lock(file):
         die(f"out_dir {out_dir} is in use: another process is training there")
     except OSError:
         pass  # a file system without locks
+    return file
 
 
 if chief:
@@ -237,11 +241,30 @@ if chief:
     try:
         os.makedirs(out_dir, exist_ok=True)
         tempfile.TemporaryFile(dir=out_dir).close()
-        if os.path.exists(log_path):
-            with open(log_path, "a") as log_file:
-                lock(log_file)
+        locked = lock(os.path.join(out_dir, ".lock"))
     except OSError as fault:
         die(f"out_dir {out_dir} cannot be written ({fault.strerror}); choose another")
+
+# Ctrl-C and SIGTERM end the loop after the current step, with a checkpoint. Before and after it
+# there is nothing to save: they end the program at once, and so does a second signal.
+caught, how_to_go_on = [], "the same command starts again"
+
+
+def catch(number, frame):
+    caught.append(number)
+    signal.signal(number, signal.SIG_DFL)
+    if how_to_go_on:
+        stop_here()
+
+
+def stop_here():
+    if chief:
+        print(f"stopped; {how_to_go_on}", flush=True)
+    sys.exit(128 + caught[0])
+
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, catch)
 
 # Where to run. Under torchrun each process takes its share of every batch.
 device_type = torch.device(device).type
@@ -272,26 +295,6 @@ sys.excepthook = explain  # it may surface anywhere: in a backward pass, a sum, 
 if world_size > 1:
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
 
-# Ctrl-C and SIGTERM end the loop after the current step, with a checkpoint. Before and after it
-# there is nothing to save: they end the program at once, and so does a second signal.
-caught, how_to_go_on = [], "the same command starts again"
-
-
-def catch(number, frame):
-    caught.append(number)
-    signal.signal(number, signal.SIG_DFL)
-    if how_to_go_on:
-        stop_here()
-
-
-def stop_here():
-    if chief:
-        print(f"stopped; {how_to_go_on}", flush=True)
-    sys.exit(128 + caught[0])
-
-
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, catch)
 autocast = torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 # A resumed run is the same run: only what does not change its course may differ (rounding aside;
@@ -354,7 +357,7 @@ if checkpoint:
         ):
             raise ValueError("other rules")
         for p, state in optimizer.state.items():
-            if any(t.shape not in (p.shape, ()) for t in state.values()):
+            if any(t.shape != (() if key == "step" else p.shape) for key, t in state.items()):
                 raise ValueError("other shapes")
     except Exception:  # what foreign content makes torch raise is not documented
         die(f"resume: {last_path} was written by another version and does not fit this one")
@@ -447,7 +450,6 @@ if chief:
     write(log_path, "".join(lines))
     write(config_path, json.dumps(settings, indent=2) + "\n")
     log_file = open(log_path, "a")  # noqa: SIM115 (open until the program ends)
-    lock(log_file)
     if wandb_log:
         wandb.init(project="daps", name=out_dir, config=settings)
     sizes = "encoder {:,}, decoder {:,}".format(*n_parameters(raw_model))

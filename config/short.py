@@ -2,7 +2,7 @@
 
     python train.py config/mnist_daps.py config/short.py --out_dir=out/mnist_short
 
-Hardware: two CPU cores, about 10 minutes with config/mnist_daps.py, 4 with config/mnist_daps_na.py;
+Hardware: two CPU cores, about 8 minutes with config/mnist_daps.py, 3 with config/mnist_daps_na.py;
 with configs of other data sets, add --batch_size=32 --lr=2e-3 --eval_examples=1000.
 Expect: the tables in the README.
 """

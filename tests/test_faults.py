@@ -488,7 +488,7 @@ def test_processes_that_disagree_stop_at_the_start(forker, tmp_path, key):
     for done in forker.run(*ranks((settings, ""), ((*settings, *more), fault))):
         assert done.code == 2 and f"the processes disagree on {key}: " in done.errors
         assert done.errors.count("\n") == 1, done.errors
-    assert not os.listdir(out_dir)
+    assert os.listdir(out_dir) == [".lock"]
 
 
 def test_processes_without_the_checkpoint_are_told(forker, finished_pair, tmp_path):
@@ -593,11 +593,16 @@ def test_two_machines_train_as_two_processes_do(finished_pair, tmp_path):
     assert_same_run(out_dir, finished_pair)
 
 
-def test_two_runs_never_write_to_one_folder(forker, finished_twin, tmp_path):
-    settings, log = (*TINY, f"--out_dir={tmp_path / 'run'}"), tmp_path / "run" / "log.jsonl"
-    slow = STRIKE.format(nth=0, delay=0, number=0) + "strike = lambda: time.sleep(0.3)\n"
-    late = f"while not os.path.exists('{log}') or not os.path.getsize('{log}'): time.sleep(0.01)\n"
-    jobs = [(("train.py", *settings), slow + PLACES["step"], {})]
+@pytest.mark.parametrize(
+    "place, path", [("start", ".lock"), ("step", "last.pt"), ("report", "eval.json")]
+)
+def test_two_runs_never_write_to_one_folder(forker, finished_twin, tmp_path, place, path):
+    """Whether the first has got as far as reading its data, a checkpoint, or the last pictures."""
+    settings, path = (*TINY, f"--out_dir={tmp_path / 'run'}"), tmp_path / "run" / path
+    seconds = 0.3 if place == "step" else 4
+    slow = STRIKE.format(nth=0, delay=0, number=0) + f"strike = lambda: time.sleep({seconds})\n"
+    late = f"while not os.path.exists('{path}'): time.sleep(0.01)\n"
+    jobs = [(("train.py", *settings), slow + PLACES[place], {})]
     jobs += [
         (("train.py", *settings, f"--{key}=True"), late, {}) for key in ("resume", "overwrite")
     ]
@@ -612,12 +617,18 @@ def test_two_runs_never_write_to_one_folder(forker, finished_twin, tmp_path):
 @pytest.mark.parametrize("where", ["imagenet"], indirect=True)
 def test_readers_of_images_go_when_their_run_is_killed(forker, tmp_path, where):
     arguments, code = where(tmp_path / "run")
-    code += "print(os.getpid(), flush=True)\n"
     code += STRIKE.format(nth=3, delay=0, number=int(signal.SIGKILL)) + PLACES["step"]
+    code += """
+import multiprocessing
+kill = blow
+def blow():
+    print(f"\\n{os.getpid()} {len(multiprocessing.active_children())}", flush=True)
+    kill()
+"""
     done = forker.train(*arguments[1:], "--n_workers=2", fault=code)
     assert done.code == -signal.SIGKILL
-    session = int(done.output.split()[0])
-    assert len(processes_of(session)) == 2
+    session, n_readers = map(int, done.output.splitlines()[-1].split())
+    assert n_readers == 2
     patience = time.monotonic() + 30
     while processes_of(session) and time.monotonic() < patience:
         time.sleep(0.1)

@@ -576,11 +576,12 @@ def test_a_checkpoint_with_hostile_content_is_refused_or_can_be_evaluated(
     path, n_read = str(tmp_path / "best.pt"), 0
     for name in ("draw_reconstructions", "draw_samples", "draw_codes", "draw_curves"):
         monkeypatch.setattr(evaluation, name, lambda *_: Image.new("L", (9, 9)))
-    for rng in cases("hostile")[: max(CASES // 4, 100)]:
+    chosen = cases("hostile")[: max(CASES // 4, 100)]
+    for rng in chosen:
         torch.save(hostile(state, rng), path)
         rows = attempt(lambda path: report([path]), str(tmp_path), ValueError)
         n_read += rows is not None
-    assert 10 < n_read < 0.9 * CASES
+    assert 10 < n_read < 0.9 * len(chosen)
 
 
 def test_a_run_is_resumed_from_hostile_files_or_refused(tmp_path, small):  # noqa: F811
@@ -601,7 +602,7 @@ def test_a_run_is_resumed_from_hostile_files_or_refused(tmp_path, small):  # noq
                 moments = rng.choice(list(content["optimizer"]["state"].values()))
                 like = moments["exp_avg"]
                 moments["exp_avg"] = rng.choice(
-                    (like.flatten()[:1], like[None], *rng.sample(VALUES, 2))
+                    (like.flatten()[:1], like[None], like.new_zeros(()), *rng.sample(VALUES, 2))
                 )
             torch.save(content, folder / name)
         else:
@@ -626,7 +627,7 @@ def test_an_optimizer_that_does_not_fit_is_refused(tmp_path, small):  # noqa: F8
         content = copy.deepcopy(good)
         moments = content["optimizer"]["state"][1]
         if change == "shape":
-            moments["exp_avg"] = moments["exp_avg"].flatten()[:1]
+            moments["exp_avg"] = moments["exp_avg"].new_zeros(())
         else:
             content["optimizer"]["param_groups"][0]["maximize"] = True
         torch.save(content, tmp_path / "last.pt")

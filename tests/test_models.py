@@ -352,6 +352,28 @@ def test_attention_over_a_few_keys_is_what_pytorch_computes(causal):
     assert attend(1e4 * q, k, v).isfinite().all()
 
 
+def test_short_attention_in_bfloat16_has_the_softmax_of_pytorch():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(30, 2, 8, 16, dtype=torch.bfloat16) for _ in range(3))
+    q, k = 3 * q, 3 * k
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    error = attend(q, k, v, causal=True).double() - expected
+    assert error.square().mean().sqrt() < 0.002  # a softmax in bfloat16 has 0.003
+
+
+def test_the_reward_of_binary_images_is_summed_in_float32_under_autocast(monkeypatch):
+    torch.manual_seed(0)
+    decoder = MLPDecoder(X_SHAPE, 8, 16, 32)
+    x = torch.randint(2, (4, *X_SHAPE)).float()
+    logits = 4 * (2 * x.flatten(1).unsqueeze(1) - 1) + torch.randn(4, 3, 784)
+    monkeypatch.setattr(decoder, "logits", lambda z: logits)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = decoder.log_prob(x, None)
+    expected = torch.distributions.Bernoulli(logits=logits.double())
+    expected = expected.log_prob(x.flatten(1).unsqueeze(1).double()).sum(dim=-1)
+    torch.testing.assert_close(ours, expected.float(), atol=1e-3, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probabilities_of_tokens_and_their_gradient_are_those_of_cross_entropy(dtype):
     torch.manual_seed(0)

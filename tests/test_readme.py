@@ -31,7 +31,8 @@ def copy(tmp_path_factory):
     write_mnist(folder / "data" / "mnist", n=64)
     write_lafan(folder / "data")
     write_cifar(folder / "data" / "cifar10" / "cifar-10-batches-bin", n=20)
-    for part in ("data/imagenet/train/a", "data/imagenet/val/a", "pictures"):
+    photos = ("photos/train/a", "photos/val/a", "data/imagenet/train/a", "data/imagenet/val/a")
+    for part in (*photos, "pictures"):
         os.makedirs(folder / part)
         for i in range(20):
             photograph(40, 30, seed=i).save(folder / part / f"{i}.JPEG")

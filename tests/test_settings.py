@@ -37,6 +37,7 @@ def train(*arguments):
     """train.py in this process: its exit code and what it says on stderr."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before, argv = [signal.getsignal(number) for number in signals], sys.argv
+    hook = sys.excepthook
     sys.argv = ["train.py", *map(str, arguments)]
     said, code = io.StringIO(), 0
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
@@ -45,7 +46,7 @@ def train(*arguments):
         except SystemExit as end:
             code = end.code
         finally:
-            sys.argv = argv
+            sys.argv, sys.excepthook = argv, hook
             for number, handler in zip(signals, before, strict=True):
                 signal.signal(number, handler)
     return code, said.getvalue()
@@ -227,7 +228,8 @@ NONSENSE = {
     "mlp_ratio=0": ("mlp_ratio", "at least 1"),
     "decoder_layers=0": ("decoder_layers", "at least 1"),
     "beta_init=0.0": ("beta_init", "positive"),
-    "beta_final=0.0": ("beta_init", "positive"),
+    "beta_final=0.0": ("beta_final", "positive"),
+    "n_tokens=1024 vocab_size=131072": ("n_tokens", "2**26"),
     "tau_init=0.0": ("tau_init", "positive"),
     "mc_samples=0": ("mc_samples", "at least 1"),
     "ppo_epochs=0": ("ppo_epochs", "at least 1"),

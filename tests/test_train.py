@@ -51,7 +51,8 @@ def log_rows(out_dir):
 def test_a_run_leaves_checkpoints_a_log_and_pictures(finished_run):
     files = set(os.listdir(finished_run))
     pictures = {"reconstructions.png", "samples.png", "codes.png", "curves.png"}
-    assert files == {"last.pt", "best.pt", "log.jsonl", "config.json", "eval.json"} | pictures
+    texts = {"log.jsonl", "config.json", "eval.json", ".lock"}
+    assert files == {"last.pt", "best.pt"} | texts | pictures
     rows = log_rows(finished_run)
     assert [r["step"] for r in rows if r["split"] == "train"] == list(range(1, 13))
     assert [r["step"] for r in rows if r["split"] == "val"] == [4, 8, 12]
