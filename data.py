@@ -23,6 +23,7 @@ import math
 import multiprocessing
 import os
 import secrets
+import signal
 import string
 import struct
 import sys
@@ -121,22 +122,28 @@ class Examples:
         return ()
 
 
+STOPS = {signal.SIGINT, signal.SIGTERM}
+
+
 def read_ahead(read, keys, n_workers):
     """read(key) for each key, in order, by processes that work ahead; where a system cannot fork,
     by this one."""
     if n_workers == 0 or "fork" not in multiprocessing.get_all_start_methods():
         return map(read, keys)
-    return iter(
-        DataLoader(
-            Reading(read),
-            batch_size=None,
-            sampler=keys,
-            num_workers=n_workers,
-            multiprocessing_context="fork",
-            worker_init_fn=leave_the_group,
-            pin_memory=torch.cuda.is_available(),
-        )
+    loader = DataLoader(
+        Reading(read),
+        batch_size=None,
+        sampler=keys,
+        num_workers=n_workers,
+        multiprocessing_context="fork",
+        worker_init_fn=leave_the_group,
+        pin_memory=torch.cuda.is_available(),
     )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until they have left the group
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass
@@ -150,6 +157,9 @@ class Reading:
 def leave_the_group(worker):
     """Ctrl-C and torchrun signal all processes of a group; workers shall end with their parent."""
     os.setpgrp()
+    while signal.sigpending() & STOPS:  # of those that came on the way here
+        signal.sigwait(STOPS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 @dataclass

@@ -361,6 +361,7 @@ def test_signals_to_all_processes_do_not_end_the_workers(tmp_path, cache, number
         "found = imagenet(sys.argv[1], image_size=16)\n"
         f"signal.signal(signal.{number}, lambda *caught: None)\n"
         "batches = found.train_batches(0, 0, 100, 2, 0, 1, 2)\n"
+        f"os.killpg(0, signal.{number})\n"  # while they start, and when they are at work
         "next(batches)\n"
         f"os.killpg(0, signal.{number})\n"
         "print(sum(len(x) for x in batches))\n"
