@@ -245,27 +245,6 @@ if chief:
     except OSError as fault:
         die(f"out_dir {out_dir} cannot be written ({fault.strerror}); choose another")
 
-# Ctrl-C and SIGTERM end the loop after the current step, with a checkpoint. Before and after it
-# there is nothing to save: they end the program at once, and so does a second signal.
-caught, how_to_go_on = [], "the same command starts again"
-
-
-def catch(number, frame):
-    caught.append(number)
-    signal.signal(number, signal.SIG_DFL)
-    if how_to_go_on:
-        stop_here()
-
-
-def stop_here():
-    if chief:
-        print(f"stopped; {how_to_go_on}", flush=True)
-    sys.exit(128 + caught[0])
-
-
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, catch)
-
 # Where to run. Under torchrun each process takes its share of every batch.
 device_type = torch.device(device).type
 keep_memory()
@@ -293,8 +272,33 @@ def explain(kind, fault, trace):
 
 sys.excepthook = explain  # it may surface anywhere: in a backward pass, a sum, an evaluation
 if world_size > 1:
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    # torchrun's store outlives a restart, and so do the addresses of dead processes in it.
+    store, *_ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
+
+# Ctrl-C and SIGTERM end the loop after the current step, with a checkpoint. Before and after it
+# there is nothing to save: they end the program at once, and so does a second signal.
+caught, how_to_go_on = [], "the same command starts again"
+
+
+def catch(number, frame):
+    caught.append(number)
+    signal.signal(number, signal.SIG_DFL)
+    if how_to_go_on:
+        stop_here()
+
+
+def stop_here():
+    if chief:
+        print(f"stopped; {how_to_go_on}", flush=True)
+    sys.exit(128 + caught[0])
+
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, catch)
 autocast = torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 # A resumed run is the same run: only what does not change its course may differ (rounding aside;
