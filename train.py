@@ -316,8 +316,9 @@ except ValueError as fault:
     die(f"resume: {fault}")
 for key in settings:
     then, now = config_then.get(key, "not set"), settings[key]
-    if key not in may_differ and then != now:
-        die(f"resume: {key} is {now!r}, but the run in {out_dir} has {then!r}; it must stay so")
+    if key not in may_differ and (type(then) is not type(now) or then != now):
+        then = repr(then).split("\n")[0]  # a foreign checkpoint may hold anything
+        die(f"resume: {key} is {now!r}, but the run in {out_dir} has {then}; it must stay so")
 if checkpoint and checkpoint["step"] > max_steps:
     die(f"resume: {out_dir} is at step {checkpoint['step']}, past max_steps = {max_steps}")
 
