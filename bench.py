@@ -39,7 +39,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import models
 from configurator import configure, die, read_config
 from daps import log_weights, solve_eta
-from data import DATA_DIR, TRAIN_NOISE, DataError, Dataset, load_dataset, uniform_noise
+from data import (
+    DATA_DIR,
+    TRAIN_NOISE,
+    DataError,
+    Dataset,
+    example_shape,
+    load_dataset,
+    uniform_noise,
+)
 from eval import (
     AUTOREGRESSIVE,
     COLOURS,
@@ -64,8 +72,6 @@ n_threads = torch.get_num_threads()  # of the CPU
 seconds = 4.0  # spent on each comparison; three rounds are made in any case
 row = ""  # print one row alone, as JSON: what the processes are called with
 
-X_SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32), "lafan": (32, 121)}
-X_SHAPES["imagenet"] = (3, 256, 256)
 PARTS = ("sampling", "teacher forcing", "decoder", "weights", "optimizer", "data")
 BATCHES = {"mnist": 256, "cifar10": 16, "lafan": 8, "imagenet": 1}  # N
 
@@ -174,7 +180,7 @@ def settings_of(dataset, name):
 def make(dataset, name, n=0, **changes):
     """A model and a function that makes one training step of it, on random data."""
     torch.manual_seed(0)
-    x_shape = changes.pop("x_shape", X_SHAPES[dataset])
+    x_shape = changes.pop("x_shape", example_shape(dataset, 256))
     net = build_model(settings_of(dataset, name) | changes, x_shape).to(device)
     wrapped = DistributedDataParallel(net) if dist.is_initialized() else net
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
@@ -193,12 +199,17 @@ def make(dataset, name, n=0, **changes):
     return net, step
 
 
+def memory_of(step):
+    """What the first step adds to the peak of this process, in MiB."""
+    before = peak_memory(device)
+    step()
+    return peak_memory(device) - before
+
+
 def steps_row(dataset, name):
     """Time, memory and roofline of a training step."""
     _, step = make(dataset, name)
-    before = peak_memory(device)
-    step()
-    memory = peak_memory(device) - before
+    memory = memory_of(step)
     products = Products()
     with products:
         step()
@@ -217,7 +228,7 @@ def bar_row(dataset):
     net, _ = make(dataset, "daps")
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     encoder, decoder, K, N = net.encoder, net.decoder, net.n_samples, BATCHES[dataset]
-    images = torch.randint(256, (256, *X_SHAPES[dataset]), dtype=torch.uint8)
+    images = torch.randint(256, (256, *example_shape(dataset, 256)), dtype=torch.uint8)
     data = Dataset("noise", images, None, images, None, 255)
     steps = []
 
@@ -348,9 +359,7 @@ def memory_row(name, n_tokens, recompute):
     side = 8 * math.isqrt(n_tokens)
     changes = dict(n_tokens=n_tokens, recompute=recompute, x_shape=(3, side, side))
     _, step = make("imagenet", name, n=2, **changes)
-    before = peak_memory(device)
-    step()
-    return {"MiB": peak_memory(device) - before}
+    return {"MiB": memory_of(step)}
 
 
 def time_row(dataset, name):
@@ -558,7 +567,7 @@ if __name__ == "__main__":
     _, unused = configure(globals(), sys.argv[1:])
     if unused:
         die(f"{unused[0]}: neither a config file (*.py) nor --key=value")
-    for key, known in (("only", SECTIONS), ("model", X_SHAPES), ("method", METHODS)):
+    for key, known in (("only", SECTIONS), ("model", BATCHES), ("method", METHODS)):
         for word in globals()[key].split():
             if word not in known:
                 die(f"{key} has {word!r}, must have some of: {', '.join(known)}")

@@ -116,6 +116,14 @@ def forker(tmp_path_factory):
 # Where a signal strikes: code that calls strike() at moments of one kind. Of these the nth counts,
 # and the signal comes then or, as a random delay decides, a little later.
 
+BEFORE = """
+def before(owner, name):
+    original = getattr(owner, name)
+    def struck(*arguments, **options):
+        strike()
+        return original(*arguments, **options)
+    setattr(owner, name, struck)
+"""
 STRIKE = """
 calls = []
 def blow():  # Ctrl-C and schedulers signal all processes of a group
@@ -127,14 +135,8 @@ def strike():
         timer = threading.Timer({delay}, blow)
         timer.daemon = True
         timer.run() if {delay} < 0.01 else timer.start()
-
-def before(owner, name):
-    original = getattr(owner, name)
-    def struck(*arguments, **options):
-        strike()
-        return original(*arguments, **options)
-    setattr(owner, name, struck)
 """
+STRIKE += BEFORE
 PLACES = {
     "start": "before(data, 'load_dataset')",
     "step": "before(torch.optim.AdamW, 'step')",
@@ -527,13 +529,8 @@ def strike():
         for reader in multiprocessing.active_children():
             reader.kill()
             time.sleep(0.5)  # it surfaces here
-def before(owner, name):
-    original = getattr(owner, name)
-    def struck(*arguments, **options):
-        strike()
-        return original(*arguments, **options)
-    setattr(owner, name, struck)
 """
+READER += BEFORE
 
 
 @pytest.mark.parametrize("where", ["imagenet"], indirect=True)
