@@ -2,9 +2,12 @@
 
     python train.py config/mnist_daps.py config/short.py --max_steps=500
 
-Files and --key=value are applied from left to right. A file holds assignments of literals and
-nothing else; it is read, never executed. Only names in the settings block may be set, and only to
-values of their type. Whatever is wrong gets one line that says so, and exit code 2.
+Files and --key=value apply from left to right. A file holds assignments of literals and nothing
+else; it is read, never executed. Its first assignment may be base = "mnist.py": that file, in the
+same folder, is read before it. Only names in the settings block can be set, and only to values of
+their type.
+
+Whatever a user can mend is raised as UserError, anywhere, and ends the program with one line.
 """
 
 import ast
@@ -13,24 +16,46 @@ import math
 import os
 import re
 import sys
-import unicodedata
 
 TYPES = (int, float, bool, str)
-UNREADABLE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)  # as a literal
+NOT_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 
-def die(message):
-    """End the program over something the user can mend: one line, exit code 2."""
+class UserError(Exception):
+    """Something the user can mend; the message says what was found, what was wanted, what to do."""
+
+
+OTHER_PROCESSES = {  # how their end looks from here
+    "DataLoader worker (pid": "a process that reads images died (killed, or out of memory)",
+    "DistBackendError": "another process of this run died or cannot be reached",
+    "DistNetworkError": "another process of this run died or cannot be reached",
+    "DistStoreError": "another process of this run died or cannot be reached",
+    "gloo": "another process of this run died or cannot be reached",
+}
+
+
+def explain(kind, error, trace):
+    """One line instead of a traceback, and exit code 2, for what is no fault of the code."""
+    sign = next((s for s in OTHER_PROCESSES if s in f"{kind.__name__} {error}"), None)
+    if issubclass(kind, UserError):  # raised in a reader of images, it ends a longer text
+        message = str(error).splitlines()[-1].removeprefix("configurator.UserError: ")
+    elif sign:
+        message = f"{OTHER_PROCESSES[sign]}; add --resume=True to continue from the last checkpoint"
+    else:
+        return sys.__excepthook__(kind, error, trace)
     rank = int(os.environ.get("RANK", 0))  # set by torchrun
-    print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr)
+    print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
+
+
+sys.excepthook = explain
 
 
 def configure(script, argv):
     """Override the settings in `script` (a module's globals()) by argv. Settings are its numbers,
-    truth values and texts with a lower-case name.
+    truth values and strings with a lower-case name.
 
-    Returns all settings as a dict, and those arguments that are neither --key=value nor a .py file.
+    Returns all settings as a dict, and the arguments that are neither --key=value nor a .py file.
     """
     settings = {k: v for k, v in script.items() if k[0].islower() and type(v) in TYPES}
     if "--help" in argv or "-h" in argv:
@@ -41,11 +66,11 @@ def configure(script, argv):
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             if not equals:
-                die(f"{word}: write --{key or 'key'}=value (--help lists the settings)")
+                raise UserError(f"{word}: write --{key or 'key'}=value (--help lists the settings)")
             settings[key] = checked(key, from_text(settings.get(key), value), settings, word)
         elif word.endswith(".py"):
-            for key, value, place in read_config(word):
-                settings[key] = checked(key, value, settings, place)
+            for key, value, where in read_config(word):
+                settings[key] = checked(key, value, settings, where)
         else:
             rest.append(word)
     script.update(settings)
@@ -53,50 +78,71 @@ def configure(script, argv):
 
 
 def from_text(default, text):
-    """A command-line value: words for text settings, Python literals for the others."""
+    """A command-line value: the words themselves for a string, else a Python literal."""
     if isinstance(default, str):
         return text
     try:
         return ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except UNREADABLE:
+    except NOT_LITERAL:
         return text
 
 
-def checked(key, value, settings, place):
+def checked(key, value, settings, where):
+    """The value, if there is such a setting and it is of that type."""
     if key not in settings:
         near = difflib.get_close_matches(key, settings, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else " (--help lists the settings)"
-        die(f"{place}: there is no setting {key}{hint}")
+        raise UserError(f"{where}: there is no setting {key}{hint}")
     wanted = type(settings[key])
     if wanted is float and type(value) is int and abs(value) < 2**53:
         value = float(value)
     if type(value) is not wanted:
         like = f"{wanted.__name__}, like {settings[key]!r}"
-        die(f"{place}: {key} must be of type {like}; found {value!r}")
+        raise UserError(f"{where}: {key} must be of type {like}; found {value!r}")
     if wanted is float and not math.isfinite(value):
-        die(f"{place}: {key} must be finite; found {value!r}")
-    if wanted is str and any(unicodedata.category(c) in ("Cc", "Cs") for c in value):
-        die(f"{place}: {key} must be text without control characters; found {value!r}")
+        raise UserError(f"{where}: {key} must be finite; found {value!r}")
     return value
 
 
-def read_config(path):
-    """The assignments of a config file as (key, value, where it stands)."""
+def read_config(path, may_have_base=True):
+    """The assignments of a config file, those of its base first: (key, value, where it stands)."""
     try:
         with open(path, encoding="utf-8") as file:
             statements = ast.parse(file.read()).body
-    except (OSError, *UNREADABLE) as fault:
-        reason = getattr(fault, "strerror", None) or str(fault) or "too deeply nested"
-        die(f"config file {path}: {reason}")
-    for i, line in enumerate(statements):
-        if i == 0 and isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant):
-            continue  # the docstring
-        place = f"{path}, line {line.lineno}"
+    except (OSError, *NOT_LITERAL) as error:
+        reason = getattr(error, "strerror", None) or str(error) or "too deeply nested"
+        raise UserError(f"config file {path}: {reason}") from None
+    if statements and isinstance(statements[0], ast.Expr):
+        statements = statements[1:]  # the docstring
+    for i, statement in enumerate(statements):
+        where = f"{path}, line {statement.lineno}"
         try:
-            (target,) = line.targets
-            yield target.id, ast.literal_eval(line.value), place
-        except (AttributeError, *UNREADABLE):
-            die(f"{place}: a config file holds only assignments like max_steps = 500")
+            (target,) = statement.targets
+            key, value = target.id, ast.literal_eval(statement.value)
+        except (AttributeError, *NOT_LITERAL):
+            message = f"{where}: a config file holds only assignments like max_steps = 500"
+            raise UserError(message) from None
+        if key != "base":
+            yield key, value, where
+        elif i == 0 and may_have_base and isinstance(value, str):
+            yield from read_config(os.path.join(os.path.dirname(path), value), False)
+        else:
+            raise UserError(f"{where}: base names one file, comes first, and has no base itself")
+
+
+def defaults(script):
+    """The settings block of a script, without running it; values that are computed are left out."""
+    with open(script, encoding="utf-8") as file:
+        body = ast.parse(file.read()).body
+    settings = {}
+    for statement in body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            key, value = statement.targets[0].id, statement.value
+            if key[0].islower() and isinstance(value, ast.Constant):
+                settings[key] = value.value
+        elif settings and not isinstance(statement, ast.Assign):
+            break  # the block is over
+    return settings
 
 
 def describe(path, settings):
