@@ -10,8 +10,8 @@
     gaussian            Gaussian VAE whose latent takes as many bits in float32
 
 _na: all tokens in one pass, where the others are autoregressive. Each is a module with the
-interface of DAPS: forward(x, beta, noise) -> (loss, metrics), encode(x, noise), decode(z),
-sample(n), kl(x, z); noise is (N, *noise_shape), uniform in [0, 1), and decides all that is random.
+interface of DAPS: forward(x, beta, noise) -> (loss, metrics), encode(x, with_kl, noise),
+decode(z), sample(n); noise is (N, *noise_shape), uniform in [0, 1), and decides all that is random.
 
 `python baselines.py` measures bias and variance of the gradient estimators by enumeration.
 
@@ -26,24 +26,31 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from daps import DAPS, whole_batch
+from daps import DAPS, gather_batch
 
 TINY = torch.finfo(torch.float32).tiny
 
 
 class Method(nn.Module):
-    """An encoder and a decoder, which encode, decode and sample as they do in DAPS."""
+    """An encoder and a decoder, which encode, decode and sample as they do in DAPS.
 
-    encode, decode, sample, kl = DAPS.encode, DAPS.decode, DAPS.sample, DAPS.kl
+    noise_shape  of the uniform numbers per example that decide all that is random
+    tau          temperature, a buffer that the training loop anneals; None where there is none
+    n_epochs     updates per batch
+    """
 
-    def __init__(self, encoder, decoder):
+    n_epochs = 1
+    encode, decode, sample = DAPS.encode, DAPS.decode, DAPS.sample
+
+    def __init__(self, encoder, decoder, noise_shape):
         super().__init__()
-        self.encoder, self.decoder = encoder, decoder
+        self.encoder, self.decoder, self.noise_shape = encoder, decoder, noise_shape
+        self.register_buffer("tau", None)
 
 
 def elbo_loss(log_px, kl, beta):
     """The negative beta-ELBO and what is logged of it; log_px and kl (N, ...) with gradient."""
-    beta = torch.as_tensor(beta, dtype=torch.float32, device=log_px.device)
+    beta = log_px.new_zeros(()) + beta  # a number or a tensor
     metrics = {"reward": log_px.mean().detach(), "kl": kl.mean().detach(), "beta": beta}
     return beta * kl.mean() - log_px.mean(), metrics
 
@@ -144,16 +151,14 @@ def reinmax(logits, u, tau):
 class Relaxed(Method):
     """Back-propagate log p(x|z) through a code that is relaxed token by token.
 
-    The KL is exact per token, with gradient. tau, the temperature, is a buffer that the training
-    loop anneals. estimator: "gumbel", "grmck" or "reinmax".
+    The KL is exact per token, with gradient. estimator: "gumbel", "grmck" or "reinmax".
     """
 
     def __init__(self, encoder, decoder, estimator, mc_samples=1):
-        super().__init__(encoder, decoder)
+        super().__init__(encoder, decoder, (encoder.n_tokens, encoder.vocab_size))
         average = functools.partial(gumbel_rao, mc_samples=mc_samples)
         self.relax = {"gumbel": gumbel_softmax, "grmck": average, "reinmax": reinmax}[estimator]
-        self.register_buffer("tau", torch.tensor(1.0))
-        self.noise_shape = (encoder.n_tokens, encoder.vocab_size)
+        self.tau = torch.tensor(1.0)
 
     def forward(self, x, beta, noise):
         def choose(logits, t):
@@ -179,9 +184,10 @@ class RLOO(Method):
     """
 
     def __init__(self, encoder, decoder, n_samples=8):
-        super().__init__(encoder, decoder)
+        super().__init__(encoder, decoder, (n_samples, encoder.n_tokens))
+        if n_samples < 2:
+            raise ValueError(f"n_samples is {n_samples}, must be at least 2: codes are compared")
         self.n_samples = n_samples
-        self.noise_shape = (n_samples, encoder.n_tokens)
 
     def forward(self, x, beta, noise):
         z, log_q, kl = self.encoder(x, self.n_samples, noise, with_kl=True)  # kl (N, K) or (N, 1)
@@ -202,9 +208,8 @@ class PPO(Method):
     """
 
     def __init__(self, encoder, decoder, width, n_samples=8, n_epochs=4, clip=0.2):
-        super().__init__(encoder, decoder)
+        super().__init__(encoder, decoder, (n_samples, encoder.n_tokens))
         self.n_samples, self.n_epochs, self.clip = n_samples, n_epochs, clip
-        self.noise_shape = (n_samples, encoder.n_tokens)
         self.value = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
         self.register_buffer("reward_mean", torch.tensor(0.0))
         self.register_buffer("reward_std", torch.tensor(0.0))  # zero: nothing seen yet
@@ -212,19 +217,19 @@ class PPO(Method):
     def forward(self, x, beta, noise, epoch=0):
         patches = self.encoder.patch_encoder(x)  # (N, P, H)
         if epoch == 0:
-            self.z = self.encoder.sample(patches, self.n_samples, noise)  # (N, K, B)
+            self.z = self.encoder.sample_codes(patches, self.n_samples, noise)  # (N, K, B)
         log_px = self.decoder.log_prob(x, self.z)  # (N, K)
         log_q, kl = self.encoder.score(patches, self.z, with_kl=True)  # (N, K) each
         value = self.value(patches.detach().mean(dim=1))  # (N, 1), in units of reward_std
         if epoch == 0:
-            rewards = whole_batch(log_px)
-            rate = 0.01 if self.reward_std > 0 else 1.0
+            rewards = gather_batch(log_px)
+            rate = torch.where(self.reward_std > 0, 0.01, 1.0)
             self.reward_mean.lerp_(rewards.mean(), rate)
             self.reward_std.lerp_(rewards.std(), rate)
             self.old_log_q = log_q.detach()
             self.target = (log_px.detach() - self.reward_mean) / self.reward_std  # (N, K)
             advantage = self.target - value.detach()
-            everyone = whole_batch(advantage)
+            everyone = gather_batch(advantage)
             self.scale = everyone.std() + 1e-6
             self.advantage = (advantage - everyone.mean()) / self.scale
         ratio = (log_q - self.old_log_q).exp()
@@ -245,15 +250,11 @@ class PPO(Method):
 class Quantised(Method):
     """What the two share: log p(x|z) with a straight-through gradient from quantised vectors."""
 
-    noise_shape = (0,)
-
-    def kl(self, x, z):
-        return None
-
     @torch.no_grad()
-    def encode(self, x, noise=None):
-        """The code of each example: (N, B) int64. Nothing is random."""
-        return self.quantise(self.encoder(x))[0]
+    def encode(self, x, with_kl=False, noise=None):
+        """The code of each example: (N, B) int64. Nothing is random, and there is no KL."""
+        z = self.quantise(self.encoder(x))[0]
+        return (z, None) if with_kl else z
 
     def decode(self, z):
         return self.decoder(self.vectors(z))
@@ -266,7 +267,7 @@ class FSQ(Quantised):
     """
 
     def __init__(self, encoder, decoder, levels, width):
-        super().__init__(encoder, decoder)
+        super().__init__(encoder, decoder, noise_shape=(0,))
         if math.prod(levels) != encoder.vocab_size or min(levels) < 2:
             wanted = f"at least 2 each, with the product vocab_size = {encoder.vocab_size}"
             raise ValueError(f"fsq_levels is {levels}, must be {wanted}")
@@ -305,21 +306,28 @@ class VQVAE(Quantised):
     """
 
     def __init__(self, encoder, decoder, width, commitment=0.25, ema=True, decay=0.99):
-        super().__init__(encoder, decoder)
+        # The noise decides which vectors revive dead codes.
+        super().__init__(encoder, decoder, noise_shape=(encoder.n_tokens,))
         V = encoder.vocab_size
-        self.noise_shape = (encoder.n_tokens,)  # decides which vectors revive dead codes
         self.commitment, self.ema, self.decay = commitment, ema, decay
         codebook = torch.randn(V, width)
         if ema:
             self.register_buffer("codebook", codebook)
             self.register_buffer("total", codebook.clone())  # running sum of assigned vectors
             self.register_buffer("count", torch.zeros(V))  # and how many they were
+            self.started = False  # whether k-means has been run, known without asking a GPU
+            self.register_load_state_dict_post_hook(VQVAE.note_start)
         else:
             self.codebook = nn.Parameter(codebook)
 
+    def note_start(self, _):
+        self.started = bool(self.count.any())
+
     def quantise(self, h):
-        """h (..., H) -> token (...) int64 and its code vector (..., H)."""
-        distance = self.codebook.square().sum(dim=1) - 2 * h.float() @ self.codebook.T
+        """h (..., H) -> token (...) int64 and its code vector (..., H). In float32: distances are
+        small differences of large numbers."""
+        with torch.autocast(h.device.type, enabled=False):
+            distance = self.codebook.square().sum(dim=1) - 2 * h.float() @ self.codebook.T
         z = distance.argmin(dim=-1)
         return z, self.codebook[z]
 
@@ -329,7 +337,7 @@ class VQVAE(Quantised):
     def forward(self, x, beta, noise=None):
         h = self.encoder(x)  # (N, B, H)
         if self.ema and self.training:
-            self.update(whole_batch(h).flatten(0, 1), whole_batch(noise).flatten())
+            self.update(gather_batch(h).flatten(0, 1), gather_batch(noise).flatten())
         z, e = self.quantise(h)
         log_px = self.decoder.log_prob(x, (h + (e - h).detach()).unsqueeze(1))  # (N, 1)
         commit = (h - e.detach()).square().sum(dim=(1, 2)).mean()
@@ -340,26 +348,36 @@ class VQVAE(Quantised):
 
     @torch.no_grad()
     def update(self, h, noise):
-        """One step of the running means towards vectors h (n, H); noise (n,) orders them."""
+        """One step of the running means towards vectors h (n, H) float32; noise (n,) orders them.
+        No index depends on values, so no GPU waits."""
         V = len(self.codebook)
         shuffled = h[noise.argsort()].repeat(-(-V // len(h)), 1)  # (at least V, H)
-        if not self.count.any():  # the first batch: ten rounds of k-means
+        if not self.started:  # the first batch: ten rounds of k-means
+            self.started = True
             self.codebook.copy_(shuffled[:V])
             for _ in range(10):
                 self.absorb(h, decay=0.0)
         self.absorb(h, self.decay)
         # Used for less than a twentieth of an even share of the batch: start again elsewhere.
-        dead = self.count < 0.05 * len(h) / V
-        self.codebook[dead] = shuffled[: int(dead.sum())]
-        self.total[dead] = self.codebook[dead]
-        self.count[dead] = 1.0
+        dead = self.count < 0.05 * len(h) / V  # (V,)
+        elsewhere = shuffled[dead.cumsum(0).sub(1).clamp_min(0)]  # the next vector for each dead
+        self.replace(dead, elsewhere, self.codebook, self.total)
+        self.replace(dead, torch.ones_like(self.count), self.count)
 
     def absorb(self, h, decay):
         one_hot = F.one_hot(self.quantise(h)[0], len(self.codebook)).float()  # (n, V)
         self.count.lerp_(one_hot.sum(dim=0), 1 - decay)
-        self.total.lerp_(one_hot.T @ h, 1 - decay)
-        used = self.count > 1e-6
-        self.codebook[used] = self.total[used] / self.count[used].unsqueeze(1)
+        with torch.autocast(h.device.type, enabled=False):
+            self.total.lerp_(one_hot.T @ h, 1 - decay)
+        mean = self.total / self.count.clamp_min(1e-6).unsqueeze(1)
+        self.replace(self.count > 1e-6, mean, self.codebook)
+
+    @staticmethod
+    def replace(where, values, *tensors):
+        """Write values into the rows of tensors where a condition (V,) holds."""
+        where = where.view(-1, *[1] * (values.dim() - 1))
+        for t in tensors:
+            t.copy_(torch.where(where, values, t))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -370,10 +388,10 @@ class Gaussian(Method):
     """A Gaussian VAE with as many float32 numbers as fit into the bits of the discrete codes."""
 
     def __init__(self, encoder, decoder, width):
-        super().__init__(encoder, decoder)
         bits = encoder.n_tokens * math.log2(encoder.vocab_size)
-        self.dim = max(1, int(bits) // 32)
-        self.noise_shape = (self.dim,)
+        dim = max(1, int(bits) // 32)
+        super().__init__(encoder, decoder, noise_shape=(dim,))
+        self.dim = dim
         self.posterior = nn.Linear(encoder.n_tokens * width, 2 * self.dim)
         self.project = nn.Linear(self.dim, encoder.n_tokens * width)
 
@@ -398,19 +416,18 @@ class Gaussian(Method):
         return self.project(z).unflatten(-1, (self.encoder.n_tokens, -1))
 
     @torch.no_grad()
-    def encode(self, x, noise=None):
-        """A sample of the posterior: (N, dim) float32."""
+    def encode(self, x, with_kl=False, noise=None):
+        """A sample of the posterior: (N, dim) float32; with_kl: and its KL to the prior, (N,)."""
         noise = torch.rand(len(x), self.dim, device=x.device) if noise is None else noise
-        return self.draw(*self.moments(x), noise)
+        moments = self.moments(x)
+        z = self.draw(*moments, noise)
+        return (z, self.divergence(*moments)) if with_kl else z
 
     def decode(self, z):
         return self.decoder(self.vectors(z))
 
     def sample(self, n):
         return self.decode(torch.randn(n, self.dim, device=self.project.weight.device))
-
-    def kl(self, x, z):
-        return self.divergence(*self.moments(x))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -463,7 +480,6 @@ def demo(n_draws=20_000):
     methods["reinmax, tau = 1.0"] = Relaxed(encoder, decoder, "reinmax"), 1.0
     daps = DAPS(encoder, decoder, n_samples=8, eta_update="gradient")
     daps.log_eta.data.fill_(math.log(eta))
-    daps.noise_shape = (8, B)
     methods["daps, K = 8, eta = 1000"] = daps, None
 
     logits = encoder.logits[0].detach().requires_grad_()

@@ -52,14 +52,17 @@ def as_bytes(save, content, *options):
 
 
 def load_checkpoint(path):
-    """The content of a file that torch.save wrote, on the CPU."""
+    """The content of a checkpoint, on the CPU."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except Exception as error:  # what a damaged file makes torch raise is not documented
         reason = str(error).split("\n")[0] or type(error).__name__
         raise UserError(f"{path} is not a readable checkpoint ({reason})") from None
+    if not isinstance(saved, dict) or not {"config", "step", "model"} <= saved.keys():
+        raise UserError(f"{path} is not a checkpoint of this project")
+    return saved
 
 
 def restore(path, checkpoint, **parts):
@@ -80,22 +83,23 @@ def check_same_run(out_dir, now, then, may_differ):
             raise UserError(f"resume: {found}; it must stay the same")
 
 
-def claim(out_dir, names, resume, overwrite):
-    """Make out_dir and lock it for the life of this process. One that holds files of these names is
-    refused, unless to resume or to overwrite them. Returns the lock, to be kept."""
-    if not (resume or overwrite) and any(os.path.exists(os.path.join(out_dir, n)) for n in names):
+def claim(out_dir, paths, resume, overwrite):
+    """Make out_dir and lock it for the life of this process. One in which any of these paths exists
+    is refused, unless to resume or to overwrite. Returns the lock, which must be kept."""
+    if not (resume or overwrite) and any(map(os.path.exists, paths)):
         raise UserError(f"out_dir {out_dir} holds a run: add --resume=True or --overwrite=True")
     try:
         os.makedirs(out_dir, exist_ok=True)
         file = open(os.path.join(out_dir, ".lock"), "a")  # noqa: SIM115 (a kill releases it)
-        if fcntl:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        if fcntl and isinstance(error, BlockingIOError):
-            raise UserError(f"out_dir {out_dir} is in use: another process trains there") from None
-        raise UserError(f"out_dir {out_dir} cannot be written ({error.strerror})") from None
     except OSError as error:
         raise UserError(f"out_dir {out_dir} cannot be written ({error.strerror})") from None
+    try:
+        if fcntl:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(f"out_dir {out_dir} is in use: another process trains there") from None
+    except OSError:
+        pass  # a file system without locks
     for part in glob.glob(os.path.join(glob.escape(out_dir), "*.part")):
         os.remove(part)  # of a process that was killed
     return file

@@ -1,17 +1,16 @@
 """DAPS: Discrete Autoencoding via Policy Search (Drolet et al., ICLR 2026), in one file.
 
-An autoencoder with a discrete code z cannot be trained by back-propagation alone: the choice of a
-token has no derivative. DAPS treats the encoder q(z|x) as a policy and the decoder's log p(x|z) as
-its reward:
+The choice of a discrete token has no derivative, so an autoencoder with a discrete code z cannot be
+trained by back-propagation alone. DAPS treats the encoder q(z|x) as a policy and the decoder's
+log p(x|z) as its reward:
 
     1. sample K codes per example from q
-    2. weight them by how well they reconstruct: w ~ q*/q, where q* maximises reward + entropy
-       inside a trust region around q (eq. 4 and 5)
+    2. weight them by q*/q, where q* maximises reward + entropy in a trust region around q (eq. 5)
     3. imitate: maximise sum_k w_k log q(z_k|x), weighted maximum likelihood (eq. 6)
 
 How boldly the weights favour the best codes is set by one number, eta, chosen such that the
-effective sample size of the K weights meets a target. There is no relaxation, no straight-through
-gradient, and nothing is back-propagated through sampling.
+effective sample size of the K weights meets a target. Nothing is relaxed, and no gradient passes
+through sampling.
 
 Copy this file into your project: it needs torch and nothing else. `python daps.py` shows it work.
 
@@ -35,13 +34,11 @@ def log_weights(reward, log_q, eta, beta):
     log_q   (N, K)  log q(z|x), summed over tokens
     No gradient flows to reward and log_q; it does to an eta that asks for it.
     """
-    # eq. (5): q* ~ exp((A + eta log q) / (eta + beta)) = q exp((A - beta log q) / (eta + beta)).
-    # The codes were drawn from q, so q*/q is all that is left. The paper's A is the reward minus a
-    # log-sum-exp over the K rewards. That is constant per x and cancels when we normalise over K,
-    # as the uniform prior does. We subtract the best reward instead, which cancels as well: it
-    # keeps the small differences between large rewards from being rounded away.
-    # An infinite reward counts as a large one: no difference of infinities, no NaN, and codes that
-    # are all impossible are all alike.
+    # eq. (5): q* is proportional to q exp((A - beta log q) / (eta + beta)). The codes were drawn
+    # from q, so q*/q is all that is left. The paper's A is the reward minus a log-sum-exp over K,
+    # which is constant per x and cancels when we normalise, as the uniform prior does. We subtract
+    # the best reward, which cancels as well, lest small differences of large rewards be rounded
+    # away. An infinite reward counts as a large one: no difference of infinities, no NaN.
     reward, log_q = reward.detach().float().clamp(-1e20, 1e20), log_q.detach().float()
     score = reward - reward.amax(dim=1, keepdim=True) - beta * log_q
     return (score / (eta + beta)).log_softmax(dim=1)
@@ -60,11 +57,10 @@ def ess_ratio(log_w):
 def solve_eta(reward, log_q, beta, ess_target):
     """The eta at which the batch mean of the ESS ratio meets ess_target: a float32 scalar.
 
-    For every x the ratio rises with eta, so bisection on log eta finds it. Where the ratio is
-    above the target even at ETA_MIN, eta is ETA_MIN; where it is below it even at ETA_MAX, as with
-    many rewards of -inf, ETA_MAX. Nothing branches on data, so no GPU waits.
+    For every x the ratio rises with eta, so bisection on log eta finds it, or the end of the range
+    if the target lies outside. Nothing branches on data, so no GPU waits.
     """
-    low, high = (reward.new_tensor(math.log(e), dtype=torch.float32) for e in (ETA_MIN, ETA_MAX))
+    low, high = (reward.new_full((), math.log(e), dtype=torch.float32) for e in (ETA_MIN, ETA_MAX))
     for _ in range(32):
         middle = (low + high) / 2
         too_bold = ess_ratio(log_weights(reward, log_q, middle.exp(), beta)).mean() < ess_target
@@ -72,7 +68,7 @@ def solve_eta(reward, log_q, beta, ess_target):
     return high.exp()
 
 
-def whole_batch(t):
+def gather_batch(t):
     """t (N, K) of all processes in rank order, without gradient; t itself if there is only one."""
     t = t.detach().contiguous()
     if not (dist.is_available() and dist.is_initialized()):
@@ -89,8 +85,9 @@ class DAPS(nn.Module):
         encoder.vocab_size    -> V
         decoder.log_prob(x, z) -> (N, K) with gradient, for z (N, K, B)
 
-    and, for what is not training, encoder.n_tokens -> B, encoder.kl(x, z) -> (N,), and decoder(z)
-    -> a distribution over x. Other keywords given to forward() and encode() go to the encoder.
+    and, for what is not training, encoder.n_tokens -> B, encoder.sample(x, n_samples) -> z,
+    encoder(x, n_samples, with_kl=True) -> z, log_q, kl (N, K), and decoder(z) -> a distribution
+    over x. Other keywords given to forward() and encode() go to the encoder.
 
     Where torch.distributed is in use, all processes must call forward() together and with the
     same N: eta and ess are those of the whole batch, the other metrics those of this process.
@@ -98,6 +95,9 @@ class DAPS(nn.Module):
     eta_update  "solve": exact on every batch. "gradient": the paper's, a gradient step on
                 (ESS ratio - target)^2 by the parameter log_eta; give it lr 1e-3 and no decay.
     """
+
+    n_epochs = 1  # updates per batch
+    tau = None  # no temperature
 
     def __init__(self, encoder, decoder, n_samples=8, ess_target=0.33, eta_update="solve"):
         super().__init__()
@@ -112,6 +112,10 @@ class DAPS(nn.Module):
         log_eta = torch.tensor(math.log(100.0))  # where the authors start
         self.log_eta = nn.Parameter(log_eta, requires_grad=eta_update == "gradient")
 
+    @property
+    def noise_shape(self):  # per example, for encoders whose codes are decided by given noise
+        return self.n_samples, self.encoder.n_tokens
+
     def forward(self, x, beta, **encoder_options):
         """The loss of one step (scalar, with gradient) and metrics (scalars, without)."""
         z, log_q = self.encoder(x, self.n_samples, **encoder_options)  # (N, K, B), (N, K)
@@ -119,7 +123,7 @@ class DAPS(nn.Module):
         log_q, log_px = log_q.float(), log_px.float()  # in bf16, -5010 and -5016 are one number
 
         # One eta for the whole batch, also when several processes share it.
-        batch = whole_batch(log_px), whole_batch(log_q)  # (N of all, K) each
+        batch = gather_batch(log_px), gather_batch(log_q)  # (N of all, K) each
         if self.eta_update == "solve":
             self.log_eta.data.copy_(solve_eta(*batch, beta, self.ess_target).log())
         eta = self.log_eta.exp()
@@ -136,14 +140,18 @@ class DAPS(nn.Module):
             loss = loss + (ess - self.ess_target) ** 2
 
         kl = log_q.mean() + z.size(-1) * math.log(self.encoder.vocab_size)  # to the uniform prior
-        beta = torch.as_tensor(beta, dtype=torch.float32, device=eta.device)
+        beta = eta.new_zeros(()) + beta  # a number or a tensor
         metrics = dict(reward=log_px.mean(), log_q=log_q.mean(), kl=kl, ess=ess, eta=eta, beta=beta)
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     @torch.no_grad()
-    def encode(self, x, **encoder_options):
-        """One code per example, drawn from q: (N, B) int64."""
-        return self.encoder(x, 1, **encoder_options)[0].squeeze(1)
+    def encode(self, x, with_kl=False, **encoder_options):
+        """One code per example, drawn from q: (N, B) int64. With its KL to the uniform prior, (N,),
+        exact per token given the tokens before it, if that is asked for."""
+        if not with_kl:
+            return self.encoder.sample(x, 1, **encoder_options).squeeze(1)
+        z, _, kl = self.encoder(x, 1, with_kl=True, **encoder_options)
+        return z.squeeze(1), kl.squeeze(1)
 
     def decode(self, z):
         """The distribution p(x|z) of codes z (..., B); ask it for .mean or .log_prob(x)."""
@@ -153,10 +161,6 @@ class DAPS(nn.Module):
         """The distributions p(x|z) of n codes drawn from the uniform prior."""
         shape, device = (n, self.encoder.n_tokens), next(self.parameters()).device
         return self.decode(torch.randint(self.encoder.vocab_size, shape, device=device))
-
-    def kl(self, x, z):
-        """KL(q(z|x) || uniform), exact per token given the tokens of z (N, B) before it: (N,)."""
-        return self.encoder.kl(x, z)
 
 
 def demo(n_steps=2000):

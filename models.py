@@ -4,24 +4,32 @@ Letters: N examples in a batch, K codes sampled per example, B tokens per code, 
 H width, P patches (P = B everywhere).
 
 A recognition model ("encoder") offers
-    encoder(x, n_samples, noise=None) -> z (N, K, B) int64, log_q (N, K) float32 with gradient
+    encoder(x, n_samples, noise=None) -> z (N, K, B) int64, log_q (N, K) float32 with gradient;
+                                         with_kl=True: also the exact KL to the uniform prior
+                                         along z, (N, K) or, if it is the same for all, (N, 1)
+    encoder.sample(x, n_samples, noise=None) -> z alone
     encoder.relaxed(x, choose)        -> y, logits (N, B, V): a code drawn with gradient
-    encoder.kl(x, z)                  -> (N,) exact KL to the uniform prior along z (N, B)
     encoder.n_tokens, encoder.vocab_size
 where noise (N, K, B), uniform in [0, 1), decides every token, so that a sample is a pure function
 of x and noise. A generative model ("decoder") offers
     decoder.log_prob(x, z) -> (N, K) float32 with gradient, for z (N, K, B)
     decoder(z)             -> a torch distribution over x, for z (..., B)
+
+build_model, at the bottom, makes a method with its networks from the settings of a run.
 """
 
+import copy
+import functools
 import math
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Relaxed
+from daps import DAPS
 
 
 def draw(logits, u):
@@ -124,6 +132,8 @@ class Attention(nn.Module):
 
     def __init__(self, width, n_heads):
         super().__init__()
+        if width % (2 * n_heads):  # twice, as positions are pairs of a sine and a cosine
+            raise ValueError(f"width is {width}, must be a multiple of 2 * n_heads = {2 * n_heads}")
         self.n_heads = n_heads
         self.query = nn.Linear(width, width, bias=False)
         self.key_value = nn.Linear(width, 2 * width, bias=False)
@@ -176,55 +186,36 @@ class Block(nn.Module):
         return h + self.mlp(self.norm_mlp(h))
 
 
-class Window(NamedTuple):
-    """What a step sees of a cache: room for t + 1 tokens or a few more, which a mask hides."""
+class KVCache(nn.Module):
+    """Keys and values of the tokens so far, written in place into buffers made once."""
 
-    k: torch.Tensor  # (N * K, heads, tokens, d)
-    v: torch.Tensor
-    t: torch.Tensor  # (1,)
-    mask: torch.Tensor | None  # (1, tokens)
-
-    def extend(self, k, v):
-        """Add keys and values of token t, (N * K, heads, 1, d) each; return those of all so far."""
-        if self.mask is None:  # the place of token t is the last
-            self.k[:, :, -1:], self.v[:, :, -1:] = k, v
-        else:
-            self.k.index_copy_(2, self.t, k.to(self.k.dtype))
-            self.v.index_copy_(2, self.t, v.to(self.v.dtype))
-        return self.k, self.v, self.mask
-
-
-class Cache:
-    """Keys and values of the tokens so far, written in place into preallocated buffers.
-
-    It grows by `chunk` tokens at a time. With 1 no work is wasted on tokens that are yet to come;
-    compiled steps want few different shapes, and so a larger one.
-    """
-
-    def __init__(self, n_codes, n_tokens, chunk, like):
+    def __init__(self, n_codes, n_tokens, like):
+        super().__init__()
         _, heads, _, d = like.shape
-        new = like.new_empty if chunk == 1 else like.new_zeros  # a mask hides numbers, but no NaN
-        self.k, self.v = (new(n_codes, heads, n_tokens, d) for _ in range(2))
-        self.steps = torch.arange(n_tokens, device=like.device)
-        self.chunk = chunk
+        for name in ("k", "v"):
+            self.register_buffer(name, like.new_zeros(n_codes, heads, n_tokens, d))
 
-    def window(self, t):
-        n = min((t // self.chunk + 1) * self.chunk, self.k.size(2))
-        here = self.steps[t : t + 1]
-        mask = None if self.chunk == 1 else (self.steps[:n] <= here).unsqueeze(0)
-        return Window(self.k[:, :, :n], self.v[:, :, :n], here, mask)
+    def extend(self, t, window, k, v):
+        """Add keys and values of token t, (N * K, heads, 1, d) each; return those of the first
+        `window` tokens, with a mask that hides the ones yet to come.
+
+        t is a number, or a tensor (1,) where one compiled step serves all tokens.
+        """
+        if isinstance(t, int):
+            self.k[:, :, t : t + 1], self.v[:, :, t : t + 1] = k, v
+        else:
+            self.k.index_copy_(2, t, k)
+            self.v.index_copy_(2, t, v)
+        mask = None
+        if not isinstance(t, int) or window > t + 1:
+            mask = (torch.arange(window, device=k.device) <= t).unsqueeze(0)  # (1, window)
+        return self.k[:, :, :window], self.v[:, :, :window], mask
 
 
-class GrowingCache:
-    """The same with gradient: nothing may be written in place, so every step copies the past."""
-
-    def __init__(self):
-        self.past = []
-
-    def extend(self, k, v):
-        past = self.past or (k[:, :, :0], v[:, :, :0])
-        self.past = [torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True)]
-        return *self.past, None
+def windows(n_tokens, chunk):
+    """For each token, how many of the cache it looks at: itself, those before it, and as many more
+    as make the number a multiple of chunk."""
+    return [min((t // chunk + 1) * chunk, n_tokens) for t in range(n_tokens)]
 
 
 class CodeBlock(nn.Module):
@@ -236,19 +227,19 @@ class CodeBlock(nn.Module):
         self.norm_cross, self.cross = nn.LayerNorm(width), Attention(width, n_heads)
         self.norm_mlp, self.mlp = nn.LayerNorm(width), mlp(width, mlp_ratio)
 
-    def forward(self, h, memory, cache=None):
+    def forward(self, h, memory, extend=None):
         """h (N, K, T, H); memory: the patches' keys and values, (N, heads, P, d) each.
 
-        Without a cache, h holds whole codes. With one, h holds the next token alone (T = 1), and
-        the cache the keys and values of those before it.
+        Without `extend`, h holds whole codes. With it, h holds the next token alone (T = 1), and
+        extend(k, v) adds its keys and values to those before it: all of them, and a mask.
         """
         N, K, T, H = h.shape
         a = self.norm_attention(h).view(N * K, T, H)
         k, v = self.attention.keys_values(a)  # (N * K, heads, T, d) each
-        if cache is None:
+        if extend is None:
             a = self.attention(a, k, v, causal=True)  # (N * K, T, H)
         else:
-            a = self.attention(a, *cache.extend(k, v))
+            a = self.attention(a, *extend(k, v))
         h = h + a.view(N, K, T, H)
         # The K codes of one x ask the same patches: fold K into the queries, repeat no memory.
         a = self.norm_cross(h).view(N, K * T, H)
@@ -262,8 +253,8 @@ class PatchEncoder(nn.Module):
 
     def __init__(self, x_shape, n_tokens, width, n_heads, n_layers, mlp_ratio):
         super().__init__()
-        self.register_buffer("x_mean", torch.tensor(0.0))
-        self.register_buffer("x_std", torch.tensor(1.0))
+        self.register_buffer("input_mean", torch.tensor(0.0))
+        self.register_buffer("input_std", torch.tensor(1.0))
         if len(x_shape) == 2:
             self.embed = Resample(x_shape, n_tokens, width)
         else:
@@ -274,15 +265,15 @@ class PatchEncoder(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x):
-        h = self.embed((x - self.x_mean) / self.x_std) + self.positions  # (N, P, H)
+        h = self.embed((x - self.input_mean) / self.input_std) + self.positions  # (N, P, H)
         for block in self.blocks:
             h = block(h)
         return self.norm(h)
 
     def standardise(self, mean, std):
         """Standardise inputs by these two numbers from now on; a checkpoint remembers them."""
-        self.x_mean.fill_(mean)
-        self.x_std.fill_(std)
+        self.input_mean.fill_(mean)
+        self.input_std.fill_(std)
 
 
 class AutoregressiveEncoder(nn.Module):
@@ -294,23 +285,14 @@ class AutoregressiveEncoder(nn.Module):
     nothing but its result and is computed again in the backward pass; 0 keeps all. Memory for time.
     """
 
-    def __init__(
-        self,
-        x_shape,
-        n_tokens,
-        vocab_size,
-        width,
-        n_heads,
-        n_layers,
-        mlp_ratio,
-        aligned=False,
-        recompute=0,
-    ):
+    def __init__(self, x_shape, n_tokens, vocab_size, *size, aligned=False, recompute=0):
         super().__init__()
-        self.n_tokens, self.vocab_size, self.aligned = n_tokens, vocab_size, aligned
-        self.recompute = recompute
-        self.cache_chunk = 1  # tokens by which the sampler's cache grows
-        self.patch_encoder = PatchEncoder(x_shape, n_tokens, width, n_heads, n_layers, mlp_ratio)
+        width, n_heads, n_layers, mlp_ratio = size
+        self.n_tokens, self.vocab_size = n_tokens, vocab_size
+        self.aligned, self.recompute = aligned, recompute
+        self.chunk = 1  # tokens by which the sampler's view of its cache grows
+        self.compile_options, self.static_samplers = None, {}  # see compile_sampler
+        self.patch_encoder = PatchEncoder(x_shape, n_tokens, *size)
         # Token t - 1 enters at step t. What enters at step 0 has a row of its own, the last: with a
         # real token in that place, codes that hold this token would be ambiguous.
         self.embed = nn.Embedding(vocab_size + 1, width)
@@ -322,12 +304,57 @@ class AutoregressiveEncoder(nn.Module):
 
     def forward(self, x, n_samples, noise=None, with_kl=False):
         patches = self.patch_encoder(x)  # (N, P, H)
-        z = self.sample(patches, n_samples, noise)  # (N, K, B)
+        z = self.sample_codes(patches, n_samples, noise)  # (N, K, B)
         return z, *self.score(patches, z, with_kl)
+
+    def sample(self, x, n_samples, noise=None):
+        return self.sample_codes(self.patch_encoder(x), n_samples, noise)
+
+    def start(self, patches):
+        """What the tokens need of the patches: keys and values per layer, and what is added to the
+        tokens' embeddings, (B, H) or, if aligned, (N, 1, B, H)."""
+        memory = [block.cross.keys_values(patches) for block in self.blocks]
+        return memory, self.positions + patches.unsqueeze(1) if self.aligned else self.positions
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def sample_codes(self, patches, n_samples, noise=None):
+        """Codes (N, K, B), token by token, with the past in one preallocated cache per layer."""
+        N, B = len(patches), self.n_tokens
+        noise = uniform_like(patches, N, n_samples, B) if noise is None else noise
+        memory, query = self.start(patches)
+        if self.compile_options is not None:
+            key = noise.shape, memory[0][0].dtype
+            if key not in self.static_samplers:
+                sampler = StaticSampler(self, memory, query, noise, **self.compile_options)
+                self.static_samplers[key] = sampler
+            return self.static_samplers[key](memory, query, noise)
+        caches = [KVCache(N * n_samples, B, like=k) for k, _ in memory]
+        z = patches.new_full((N, n_samples, B + 1), self.vocab_size, dtype=torch.long)
+        for t, window in enumerate(windows(B, self.chunk)):
+            h = self.embed(z[..., t : t + 1]) + query[..., t : t + 1, :]  # (N, K, 1, H)
+            for block, kv, cache in zip(self.blocks, memory, caches, strict=True):
+                h = block(h, kv, functools.partial(cache.extend, t, window))
+            logits = self.head(self.norm(h)).squeeze(2)  # (N, K, V)
+            z[..., t + 1 : t + 2] = draw(logits, noise[..., t : t + 1])
+        return z[..., 1:].contiguous()
+
+    def compile_sampler(self, **options):
+        """From now on, sample with compiled steps: see StaticSampler for the options."""
+        self.compile_options, self.static_samplers = options, {}
+
+    def logits(self, patches, z):
+        """Logits of all tokens, each given those before it: z (N, K, B) -> (N, K, B, V)."""
+        memory, query = self.start(patches)
+        previous = F.pad(z[..., :-1], (1, 0), value=self.vocab_size)  # (N, K, B)
+        h = self.embed(previous) + query  # (N, K, B, H)
+        for block, kv in zip(self.blocks, memory, strict=True):
+            h = block(h, kv)
+        return self.head(self.norm(h))
 
     def score(self, patches, z, with_kl=False):
         """log q of codes z (N, K, B), and the exact KL along them if asked for, by teacher forcing:
-        a list of one or two (N, K) float32, with gradient."""
+        one or two of (N, K) float32, with gradient."""
 
         def score(patches, z):
             logits = self.logits(patches, z)  # (N, K, B, V)
@@ -343,52 +370,6 @@ class AutoregressiveEncoder(nn.Module):
         parts = [checkpoint(score, *piece, **options) for piece in pieces]
         return torch.cat(parts, dim=1).unbind()
 
-    def kl(self, x, z):
-        return self.score(self.patch_encoder(x), z.unsqueeze(1), with_kl=True)[1].squeeze(1)
-
-    def start(self, patches):
-        """What the steps need of the patches: keys and values per layer, and what is added to the
-        tokens' embeddings, (B, H) or, if aligned, (N, 1, B, H)."""
-        memory = [block.cross.keys_values(patches) for block in self.blocks]
-        return memory, self.positions + patches.unsqueeze(1) if self.aligned else self.positions
-
-    def logits(self, patches, z):
-        """Logits of all tokens, each given those before it: z (N, K, B) -> (N, K, B, V)."""
-        memory, query = self.start(patches)
-        previous = F.pad(z[..., :-1], (1, 0), value=self.vocab_size)  # (N, K, B)
-        h = self.embed(previous) + query  # (N, K, B, H)
-        for block, kv in zip(self.blocks, memory, strict=True):
-            h = block(h, kv)
-        return self.head(self.norm(h))
-
-    def step(self, token, query, memory, windows):
-        """Logits (N, K, V) of a token, given the one before it (N, K, 1) and what is added to its
-        embedding, (1, H) or (N, 1, 1, H)."""
-        h = self.embed(token) + query  # (N, K, 1, H)
-        for block, kv, window in zip(self.blocks, memory, windows, strict=True):
-            h = block(h, kv, window)
-        return self.head(self.norm(h)).squeeze(2)
-
-    def compile_sampler(self, chunk=64):
-        """Compile the step of the sampler, not its loop; few shapes keep compilations few."""
-        self.step, self.cache_chunk = torch.compile(self.step), chunk
-
-    @torch.compiler.disable
-    @torch.no_grad()
-    def sample(self, patches, n_samples, noise=None):
-        """Codes (N, K, B), token by token, with the past in one preallocated cache per layer."""
-        N, B = len(patches), self.n_tokens
-        memory, query = self.start(patches)
-        noise = uniform_like(patches, N, n_samples, B) if noise is None else noise
-        caches = [Cache(N * n_samples, B, self.cache_chunk, like=k) for k, _ in memory]
-        z = patches.new_full((N, n_samples, B + 1), self.vocab_size, dtype=torch.long)
-        for t in range(B):
-            windows = [cache.window(t) for cache in caches]
-            here = slice(t, t + 1)
-            logits = self.step(z[..., here], query[..., here, :], memory, windows)  # (N, K, V)
-            z[..., t + 1 : t + 2] = draw(logits, noise[..., here])
-        return z[..., 1:].contiguous()
-
     def relaxed(self, x, choose):
         """One code per example with gradient through every choice: y and logits, (N, B, V) each.
 
@@ -396,26 +377,92 @@ class AutoregressiveEncoder(nn.Module):
         gradient; it enters the next step as y times the table of embeddings.
         """
         memory, query = self.start(self.patch_encoder(x))
-        caches = [GrowingCache() for _ in self.blocks]
+        pasts = [[k[:, :, :0] for k in kv] for kv in memory]  # keys and values, none yet
+
+        def extend(layer, k, v):  # a copy: what has a gradient must not be overwritten
+            pasts[layer] = [
+                torch.cat(pair, dim=2) for pair in zip(pasts[layer], (k, v), strict=True)
+            ]
+            return *pasts[layer], None
+
         token = self.embed.weight[-1].expand(len(x), -1)  # (N, H)
         all_y, all_logits = [], []
         for t in range(self.n_tokens):
             h = token[:, None, None] + query[..., t : t + 1, :]  # (N, 1, 1, H)
-            for block, kv, cache in zip(self.blocks, memory, caches, strict=True):
-                h = block(h, kv, cache)
+            for layer, (block, kv) in enumerate(zip(self.blocks, memory, strict=True)):
+                h = block(h, kv, functools.partial(extend, layer))
             all_logits.append(self.head(self.norm(h)).flatten(0, 2).float())  # (N, V)
             all_y.append(choose(all_logits[-1], t))  # (N, V)
             token = all_y[-1] @ self.embed.weight[:-1]
         return torch.stack(all_y, dim=1), torch.stack(all_logits, dim=1)
 
 
+class StaticSampler(nn.Module):
+    """sample_codes for torch.compile, as gpt-fast does it: everything that a step reads or writes
+    lives at one place in memory across steps, the position is a tensor, and one compiled function
+    embeds a token, runs the blocks, draws the next token and writes it down.
+
+    The step sees the cache in windows that grow by `chunk` tokens: few shapes, little wasted work.
+    The weights of matrix products are copied once per batch, in the dtype that autocast wants, not
+    cast again for every token. cuda_graphs: replay each step as one CUDA graph.
+    """
+
+    def __init__(
+        self, encoder, memory, query, noise, chunk=128, cuda_graphs=False, backend="inductor"
+    ):
+        super().__init__()
+        N, K, B = noise.shape
+        self.chunk = chunk
+        parts = nn.ModuleList([encoder.embed, encoder.blocks, encoder.norm, encoder.head])
+        self.source = list(parts.parameters())
+        self.embed, self.blocks, self.norm, self.head = copy.deepcopy(parts).requires_grad_(False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.to(memory[0][0].dtype)
+        # One token longer than needed: a window that is the whole cache would be compiled apart.
+        self.caches = nn.ModuleList(KVCache(N * K, B + 1, like=k) for k, _ in memory)
+        self.register_buffer("memory", torch.stack([torch.stack(kv) for kv in memory]))
+        self.register_buffer("query", query.clone())
+        self.register_buffer("noise", noise.clone())
+        self.register_buffer(
+            "z", torch.full((N, K, B + 1), encoder.vocab_size, device=noise.device)
+        )
+        self.register_buffer("t", torch.zeros(1, dtype=torch.long, device=noise.device))
+        mode = "reduce-overhead" if cuda_graphs else None
+        dynamic = chunk < B or None  # one compilation for all windows
+        options = dict(fullgraph=True, dynamic=dynamic, backend=backend, mode=mode)
+        self.compiled_step = torch.compile(self.step, **options)
+
+    def forward(self, memory, query, noise):
+        """Codes (N, K, B) from what encoder.start gives of the patches, and noise (N, K, B)."""
+        torch._foreach_copy_(list(self.parameters()), self.source)
+        torch.stack([t for kv in memory for t in kv], out=self.memory.flatten(0, 1))
+        self.query.copy_(query)
+        self.noise.copy_(noise)
+        self.t.zero_()
+        for window in windows(noise.size(2), self.chunk):
+            self.compiled_step(window)
+        return self.z[..., 1:].clone()
+
+    def step(self, window):
+        """Draw token t from what came before it, write it down, go on to the next."""
+        h = self.embed(self.z.index_select(2, self.t)) + self.query.index_select(-2, self.t)
+        for i, (block, cache) in enumerate(zip(self.blocks, self.caches, strict=True)):
+            extend = functools.partial(cache.extend, self.t, window)
+            h = block(h, self.memory[i].unbind(), extend)  # (N, K, 1, H)
+        logits = self.head(self.norm(h)).squeeze(2)  # (N, K, V)
+        token = draw(logits, self.noise.index_select(2, self.t))
+        self.t.add_(1)
+        self.z.index_copy_(2, self.t, token)
+
+
 class OnePassEncoder(nn.Module):
     """q(z|x) = prod_t q(z_t | x), the paper's "NA": blocks over patches, one token per position."""
 
-    def __init__(self, x_shape, n_tokens, vocab_size, width, n_heads, n_layers, mlp_ratio):
+    def __init__(self, x_shape, n_tokens, vocab_size, width, *size):
         super().__init__()
         self.n_tokens, self.vocab_size = n_tokens, vocab_size
-        self.patch_encoder = PatchEncoder(x_shape, n_tokens, width, n_heads, n_layers, mlp_ratio)
+        self.patch_encoder = PatchEncoder(x_shape, n_tokens, width, *size)
         self.head = nn.Linear(width, vocab_size)
         init_weights(self, embedding_std=width**-0.5)
 
@@ -428,13 +475,13 @@ class OnePassEncoder(nn.Module):
         z = z.transpose(1, 2)  # (N, K, B)
         return (z, log_q, token_kl(logits).sum(dim=1, keepdim=True)) if with_kl else (z, log_q)
 
+    def sample(self, x, n_samples, noise=None):
+        return self(x, n_samples, noise)[0]
+
     def relaxed(self, x, choose):
         """As in AutoregressiveEncoder, with one choice for all tokens: t is slice(None)."""
         logits = self.head(self.patch_encoder(x)).float()  # (N, B, V)
         return choose(logits, slice(None)), logits
-
-    def kl(self, x, z):
-        return token_kl(self.head(self.patch_encoder(x))).sum(dim=1)
 
 
 class VectorEncoder(nn.Module):
@@ -645,7 +692,7 @@ class MotionDecoder(Decoder):
 
     def log_prob(self, x, z):
         mean = self.mean(z)  # (N, K, frames, features)
-        log_var = mean.new_tensor(math.log(self.VARIANCE))
+        log_var = mean.new_full((), math.log(self.VARIANCE))
         return gaussian_log_prob(x.unsqueeze(1), mean, log_var).flatten(2).sum(dim=-1)
 
     def forward(self, z):
@@ -695,3 +742,70 @@ def init_weights(module, embedding_std):
         nn.init.normal_(m.weight, std=std)
         if getattr(m, "bias", None) is not None:
             nn.init.zeros_(m.bias)
+
+
+# ---------------------------------------------------------------------------------------------
+# From the settings of a run to its model
+
+METHODS = {  # from an encoder e, a decoder d and settings s
+    "daps": lambda e, d, s: DAPS(e, d, s["n_samples"], s["ess_target"], s["eta_update"]),
+    "gumbel": lambda e, d, s: Relaxed(e, d, "gumbel"),
+    "grmck": lambda e, d, s: Relaxed(e, d, "grmck", s["mc_samples"]),
+    "rloo": lambda e, d, s: RLOO(e, d, s["n_samples"]),
+    "ppo": lambda e, d, s: PPO(e, d, s["width"], s["n_samples"], s["ppo_epochs"], s["ppo_clip"]),
+    "reinmax_na": lambda e, d, s: Relaxed(e, d, "reinmax"),
+    "vqvae": lambda e, d, s: VQVAE(e, d, s["width"], s["commitment"], s["vq_ema"]),
+    "fsq": lambda e, d, s: FSQ(e, d, fsq_levels(s), s["width"]),
+    "gaussian": lambda e, d, s: Gaussian(e, d, s["width"]),
+}
+METHODS |= {f"{name}_na": METHODS[name] for name in ("daps", "gumbel", "grmck", "rloo")}
+AUTOREGRESSIVE = ("daps", "gumbel", "grmck", "rloo", "ppo")  # the others see x in one pass
+VECTORS = ("vqvae", "fsq", "gaussian")  # methods whose encoder gives vectors, not logits
+
+
+def fsq_levels(settings):
+    """The setting "8 8 4" as numbers; whether they make vocab_size values is for FSQ to say."""
+    words = settings["fsq_levels"].split()
+    if not words or not all(word.isdecimal() for word in words):
+        wanted = "numbers whose product is vocab_size"
+        raise ValueError(f"fsq_levels is {settings['fsq_levels']!r}, must be {wanted}")
+    return [int(word) for word in words]
+
+
+def build_model(settings, x_shape):
+    """The method and networks that a run's settings ask for, with fresh parameters."""
+    s, method = settings, settings["method"]
+    code = (x_shape, s["n_tokens"], s["vocab_size"])
+    size = (s["width"], s["n_heads"], s["n_layers"], s["mlp_ratio"])
+    if method in VECTORS:
+        dim = len(fsq_levels(s)) if method == "fsq" else s["width"]
+        if s["resnet_encoder"]:
+            encoder = ResNetEncoder(*code, dim)
+        else:
+            encoder = VectorEncoder(*code, *size, dim)
+    elif method in AUTOREGRESSIVE:
+        encoder = AutoregressiveEncoder(
+            *code, *size, aligned=s["aligned"], recompute=s["recompute"]
+        )
+    else:
+        encoder = OnePassEncoder(*code, *size)
+    code = (x_shape, s["n_tokens"], 0 if method in VECTORS else s["vocab_size"], s["width"])
+    if s["dataset"] == "lafan":
+        decoder = MotionDecoder(*code, s["n_heads"], s["decoder_layers"], s["mlp_ratio"])
+    else:
+        decoder = ResNetDecoder(*code) if x_shape[0] == 3 else MLPDecoder(*code)
+    return METHODS[method](encoder, decoder, s)
+
+
+def n_parameters(model):
+    """How many numbers the recognition and the generative model learn, code vectors with the
+    latter; what only training needs (eta, a value function) is not counted."""
+    learned = dict(model.named_parameters())
+    if hasattr(model, "codebook"):
+        learned["codebook"] = model.codebook  # a buffer if it is a running mean
+    sizes = {"encoder": 0, "decoder": 0}
+    for name, p in learned.items():
+        if not name.startswith(("log_eta", "value.")):
+            part = "encoder" if name.startswith(("encoder.", "posterior.")) else "decoder"
+            sizes[part] += p.numel()
+    return sizes["encoder"], sizes["decoder"]

@@ -1,29 +1,13 @@
-"""LAFAN1 motion, a second in 640 bits: finite scalar quantisation.
+"""python train.py config/lafan_fsq.py
 
-    python train.py config/lafan_fsq.py
-
-The paper's sizes, steps and schedules.
-Hardware: made for one GPU.
-Expect: the paper has a validation PSNR of 36.19 dB (mean of 10 seeds).
+LAFAN1 motion, a second in 640 bits: finite scalar quantisation.
+Paper: validation PSNR 36.19 dB (Table 1, mean of 10 seeds), with lr 3e-4 (Table 6).
+Ours: levels 8 * 8 * 4 * 4 = 1,024 (the paper gives none), no commitment loss (0.25 in the paper's
+table).
+Hardware: one GPU (paper: an A100 of 40 GB).
 """
 
-dataset = "lafan"
+base = "lafan.py"
 method = "fsq"
-out_dir = "out/lafan_fsq"
-n_tokens = 64
-vocab_size = 1024
-width = 128
-n_heads = 4
 n_layers = 6
-mlp_ratio = 4
-decoder_layers = 2
 fsq_levels = "8 8 4 4"
-max_steps = 250_000
-batch_size = 256
-lr = 3e-4
-lr_schedule = "constant"
-warmup_steps = 0
-weight_decay = 1e-4
-grad_clip = 0.0
-eval_interval = 1000
-log_interval = 100

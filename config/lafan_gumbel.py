@@ -1,34 +1,14 @@
-"""LAFAN1 motion, a second in 640 bits: straight-through Gumbel-Softmax, autoregressive.
+"""python train.py config/lafan_gumbel.py
 
-    python train.py config/lafan_gumbel.py
-
-The paper's sizes, steps and schedules.
-Hardware: made for one GPU.
-Expect: the paper has a validation beta-ELBO of -998.49 and a PSNR of 34.51 dB (mean of 10 seeds).
+LAFAN1 motion, a second in 640 bits: straight-through Gumbel-Softmax, autoregressive.
+Paper: validation beta-ELBO -998.49, PSNR 34.51 dB (Table 1, mean of 10 seeds), with temperature 1,
+beta 2 to 0.01, lr 1e-4 to 1e-5 (Table 6).
+Hardware: one GPU (paper: an A100 of 40 GB).
 """
 
-dataset = "lafan"
+base = "lafan.py"
 method = "gumbel"
-out_dir = "out/lafan_gumbel"
-n_tokens = 64
-vocab_size = 1024
-width = 128
-n_heads = 4
-n_layers = 2
-mlp_ratio = 4
-decoder_layers = 2
-aligned = False
-tau_init = 1.0
-tau_final = 1.0
 beta_init = 2.0
-beta_final = 0.01
-max_steps = 250_000
-batch_size = 256
 lr = 1e-4
 lr_schedule = "cosine"
 lr_final = 1e-5
-warmup_steps = 0
-weight_decay = 1e-4
-grad_clip = 0.0
-eval_interval = 1000
-log_interval = 100

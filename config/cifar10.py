@@ -1,0 +1,30 @@
+"""Shared by all runs config/cifar10_*.py, which name it as their base.
+
+CIFAR-10 in 64 tokens of 512 values: 576 bits.
+Paper, "Training": 250,000 steps of 256 images, Adam with weight decay, lr 3e-4, with cosine decay
+"when appropriate" (here: where Table 4 has two rates). Its results are means over 10 seeds of the
+best validation value of each.
+Paper, "CIFAR-10 Vision Hyperparameters": the code and the network. n_layers and mlp_ratio are those
+of its autoregressive methods; the others set their own.
+Not in the paper: how large the weight decay is; the path of beta and temperature between the two
+ends it gives (exponential, as the authors' code has it for beta); what FID is measured against. The
+authors' code takes statistics of ImageNet-64, ours the validation images: they do not compare.
+"""
+
+dataset = "cifar10"
+n_tokens = 64
+vocab_size = 512
+width = 128
+n_heads = 4
+n_layers = 2
+mlp_ratio = 4
+aligned = False  # config/aligned.py; one-pass methods ignore it
+max_steps = 250_000
+batch_size = 256
+lr = 3e-4
+lr_schedule = "constant"
+warmup_steps = 0
+weight_decay = 1e-4
+grad_clip = 0.0
+eval_interval = 1000
+log_interval = 100

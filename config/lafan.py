@@ -1,0 +1,31 @@
+"""Shared by all runs config/lafan_*.py, which name it as their base.
+
+LAFAN1 motion on the Unitree H1, 32 frames in 64 tokens of 1,024 values: 640 bits.
+Paper, "Training": 250,000 steps of 256 segments, Adam with weight decay, lr 3e-4, with cosine decay
+"when appropriate" (here: where Table 6 has two rates). Its results are means over 10 seeds of the
+best validation value of each.
+Paper, "LAFAN Trajectory Hyperparameters": the code and the network. n_layers is that of its
+autoregressive methods; the others set their own. Its generative model takes the settings of the
+recognition model, which can be read as 6 blocks where that has 6; ours has 2 for all methods.
+Not in the paper: how large the weight decay is; the path of beta and temperature between the two
+ends it gives (exponential, as the authors' code has it for beta).
+"""
+
+dataset = "lafan"
+n_tokens = 64
+vocab_size = 1024
+width = 128
+n_heads = 4
+n_layers = 2
+mlp_ratio = 4
+decoder_layers = 2
+aligned = False  # config/aligned.py; one-pass methods ignore it
+max_steps = 250_000
+batch_size = 256
+lr = 3e-4
+lr_schedule = "constant"
+warmup_steps = 0
+weight_decay = 1e-4
+grad_clip = 0.0
+eval_interval = 1000
+log_interval = 100

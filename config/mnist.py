@@ -1,0 +1,29 @@
+"""Shared by all runs config/mnist_*.py, which name it as their base.
+
+MNIST, binarised, in 8 tokens of 256 values: 64 bits.
+Paper, "Training": 250,000 steps of 256 images, Adam with weight decay, lr 3e-4. Its results are
+means over 10 seeds of the best validation value of each.
+Paper, "MNIST Vision Hyperparameters": the code and the network. n_layers and mlp_ratio are those of
+its autoregressive methods; the others set their own.
+Not in the paper: how large the weight decay is; clipping (at a norm that only accidents reach); the
+path of beta and temperature between the two ends it gives (exponential, as the authors' code has it
+for beta).
+"""
+
+dataset = "mnist"
+n_tokens = 8
+vocab_size = 256
+width = 64
+n_heads = 4
+n_layers = 1
+mlp_ratio = 4
+aligned = False  # config/aligned.py; one-pass methods ignore it
+max_steps = 250_000
+batch_size = 256
+lr = 3e-4
+lr_schedule = "constant"
+warmup_steps = 0
+weight_decay = 1e-4
+grad_clip = 1000.0
+eval_interval = 1000
+log_interval = 100

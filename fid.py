@@ -1,0 +1,201 @@
+"""FID (Heusel et al. 2017): the distance of two Gaussians fitted to Inception features of images.
+
+    inception = load_inception("~/.cache/daps/pt_inception-2015-12-05-6726825d.pth", "cpu")
+    a, b = (image_moments(inception, batches) for batches in (batches_a, batches_b))
+    distance = frechet_distance(*a, *b)
+
+Batches are images (N, 3, height, width) in [0, 1], on the device of the network. This file needs
+torch alone.
+"""
+
+import hashlib
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+FID_WEIGHTS = "pt_inception-2015-12-05-6726825d.pth"
+FID_URL = f"https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/{FID_WEIGHTS}"
+FID_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+
+
+class Conv(nn.Module):
+    """Convolution, BatchNorm, ReLU."""
+
+    def __init__(self, n_in, n_out, kernel, stride=1, padding=0):
+        super().__init__()
+        self.conv = nn.Conv2d(n_in, n_out, kernel, stride, padding, bias=False)
+        self.bn = nn.BatchNorm2d(n_out, eps=1e-3)
+
+    def forward(self, h):
+        return self.bn(self.conv(h)).relu()
+
+
+class Mixed(nn.Module):
+    """Branches of convolutions side by side and one that pools, concatenated along channels.
+
+    branches  the name of each branch and its layers: (channels, kernel height, kernel width), or
+              (channels, "fork") for a 1 x 3 and a 3 x 1 convolution that read the same input
+    pool      "avg" or "max", followed by a 1 x 1 convolution to n_pool channels; or "down", where
+              pooling and the last layer of every branch have stride 2 and no padding
+    """
+
+    def __init__(self, n_in, branches, pool, n_pool=0):
+        super().__init__()
+        self.pool = pool
+        self.branches = []  # of each branch, the names of its layers; a fork has two
+        for branch, layers in branches.items():
+            n, names = n_in, []
+            for i, (n_out, *kernel) in enumerate(layers, 1):
+                name = f"{branch}_{i}" if len(layers) > 1 else branch
+                kernels = {name: kernel}
+                if kernel == ["fork"]:
+                    kernels = {f"{name}a": (1, 3), f"{name}b": (3, 1)}
+                for key, (h, w) in kernels.items():
+                    stride, padding = 1, (h // 2, w // 2)
+                    if pool == "down" and i == len(layers):
+                        stride, padding = 2, 0
+                    self.add_module(key, Conv(n, n_out, (h, w), stride, padding))
+                names.append(list(kernels))
+                n = n_out
+            self.branches.append(names)
+        if n_pool:
+            self.branch_pool = Conv(n_in, n_pool, 1)
+
+    def forward(self, h):
+        outputs = []
+        for names in self.branches:
+            last = [h]
+            for keys in names:  # only the last layer of a branch can be a fork
+                last = [self.get_submodule(key)(last[0]) for key in keys]
+            outputs += last
+        if self.pool == "down":
+            pooled = F.max_pool2d(h, 3, stride=2)
+        elif self.pool == "max":
+            pooled = self.branch_pool(F.max_pool2d(h, 3, stride=1, padding=1))
+        else:
+            pooled = F.avg_pool2d(h, 3, stride=1, padding=1, count_include_pad=False)
+            pooled = self.branch_pool(pooled)
+        return torch.cat([*outputs, pooled], dim=1)
+
+
+class Inception(nn.Module):
+    """Inception-v3 as FID has used it since 2015: the network of TensorFlow's release of that year,
+    under the names of the published weights. It differs from torchvision's in its pooling."""
+
+    def __init__(self):
+        super().__init__()
+        self.Conv2d_1a_3x3 = Conv(3, 32, 3, stride=2)
+        self.Conv2d_2a_3x3 = Conv(32, 32, 3)
+        self.Conv2d_2b_3x3 = Conv(32, 64, 3, padding=1)
+        self.Conv2d_3b_1x1 = Conv(64, 80, 1)
+        self.Conv2d_4a_3x3 = Conv(80, 192, 3)
+
+        def mixed_5(n_in, n_pool):
+            branches = {
+                "branch1x1": [(64, 1, 1)],
+                "branch5x5": [(48, 1, 1), (64, 5, 5)],
+                "branch3x3dbl": [(64, 1, 1), (96, 3, 3), (96, 3, 3)],
+            }
+            return Mixed(n_in, branches, "avg", n_pool)
+
+        def mixed_6(n):
+            branches = {
+                "branch1x1": [(192, 1, 1)],
+                "branch7x7": [(n, 1, 1), (n, 1, 7), (192, 7, 1)],
+                "branch7x7dbl": [(n, 1, 1), (n, 7, 1), (n, 1, 7), (n, 7, 1), (192, 1, 7)],
+            }
+            return Mixed(768, branches, "avg", 192)
+
+        def mixed_7(n_in, pool):
+            branches = {
+                "branch1x1": [(320, 1, 1)],
+                "branch3x3": [(384, 1, 1), (384, "fork")],
+                "branch3x3dbl": [(448, 1, 1), (384, 3, 3), (384, "fork")],
+            }
+            return Mixed(n_in, branches, pool, 192)
+
+        self.Mixed_5b, self.Mixed_5c = mixed_5(192, 32), mixed_5(256, 64)
+        self.Mixed_5d = mixed_5(288, 64)
+        branches = {
+            "branch3x3": [(384, 3, 3)],
+            "branch3x3dbl": [(64, 1, 1), (96, 3, 3), (96, 3, 3)],
+        }
+        self.Mixed_6a = Mixed(288, branches, "down")
+        self.Mixed_6b, self.Mixed_6c = mixed_6(128), mixed_6(160)
+        self.Mixed_6d, self.Mixed_6e = mixed_6(160), mixed_6(192)
+        branches = {
+            "branch3x3": [(192, 1, 1), (320, 3, 3)],
+            "branch7x7x3": [(192, 1, 1), (192, 1, 7), (192, 7, 1), (192, 3, 3)],
+        }
+        self.Mixed_7a = Mixed(768, branches, "down")
+        self.Mixed_7b, self.Mixed_7c = mixed_7(1280, "avg"), mixed_7(2048, "max")
+        self.fc = nn.Linear(2048, 1008)  # in the file, not used
+
+    def forward(self, images):
+        """Images (N, 3, height, width) in [0, 1] -> pool3 features (N, 2048)."""
+        h = F.interpolate(images, size=(299, 299), mode="bilinear", align_corners=False)
+        h = 2 * h - 1
+        for name, module in self.named_children():
+            if name in ("Conv2d_3b_1x1", "Mixed_5b"):
+                h = F.max_pool2d(h, 3, stride=2)
+            if name != "fc":
+                h = module(h)
+        return h.mean(dim=(2, 3))
+
+
+def load_inception(path, device):
+    """The network with its published weights; ValueError if path does not hold exactly these."""
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            if hashlib.sha256(file.read()).hexdigest() != FID_SHA256:
+                raise ValueError(f"fid_weights {path}: not the published file; get {FID_URL}")
+            file.seek(0)
+            weights = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"fid_weights {path}: {error.strerror}; get {FID_URL}") from None
+    inception = Inception()
+    inception.load_state_dict(weights)
+    return inception.to(device).eval().requires_grad_(False)
+
+
+class Moments:
+    """Mean and covariance of features (N, D) that come in batches, in float64 on the CPU."""
+
+    def __init__(self):
+        self.n, self.sum, self.outer = 0, 0.0, 0.0
+
+    def add(self, features):
+        f = features.double().cpu()
+        self.n += len(f)
+        self.sum = self.sum + f.sum(dim=0)  # (D,)
+        self.outer = self.outer + f.T @ f  # (D, D)
+
+    def result(self):
+        """The mean (D,) and the unbiased covariance (D, D)."""
+        mean = self.sum / self.n
+        return mean, (self.outer - self.n * torch.outer(mean, mean)) / max(self.n - 1, 1)
+
+
+@torch.no_grad()
+def image_moments(inception, batches):
+    """Mean and covariance of the features of images in [0, 1], rounded to 8 bits as in a file."""
+    moments = Moments()
+    for images in batches:
+        moments.add(inception((images.clamp(0, 1) * 255).round() / 255))
+    return moments.result()
+
+
+def frechet_distance(mean_a, cov_a, mean_b, cov_b):
+    """Squared Frechet distance of two Gaussians,
+    |mean_a - mean_b|^2 + tr(cov_a + cov_b - 2 (cov_a cov_b)^(1/2)).
+
+    With A the root of cov_a, the root of A cov_b A has the same trace. Both matrices are symmetric,
+    so their eigenvalues give the roots: real, and stable even where a covariance is singular.
+    """
+    values, vectors = torch.linalg.eigh(cov_a)
+    root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+    values = torch.linalg.eigvalsh(root @ cov_b @ root)
+    trace = cov_a.trace() + cov_b.trace() - 2 * values.clamp_min(0).sqrt().sum()
+    return ((mean_a - mean_b).square().sum() + trace).item()
