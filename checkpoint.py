@@ -156,14 +156,23 @@ class StopSignal:
         sys.exit(128 + (self.number or signal.SIGTERM))
 
 
+def has_bfloat16():
+    """Whether there is a GPU that computes in bfloat16 itself, not by way of float32."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def setup_device(device):
-    """Make a device ready for use, or say in one line why it is not: "cpu", "cuda", "cuda:1"."""
+    """Make a device ready for use, or say in one line why it is not: "cpu", "cuda", "cuda:1".
+    Returns its name; that of a GPU has an index.
+    """
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"device is {device!r}, which cannot be used here ({reason})") from None
-    if torch.device(device).type == "cuda":
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # one for each process of torchrun
+    if device.startswith("cuda"):
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
     # glibc hands large buffers back to the system and asks for them again, page by page, a moment
@@ -172,3 +181,4 @@ def setup_device(device):
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    return device

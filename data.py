@@ -12,9 +12,13 @@ example i of step t and its noise are the same whatever the number of processes.
 
 Images in colour are standardised per channel by the training set, motion per feature; binary images
 stay 0 and 1. Published files must have the published sha256, wherever they come from.
-N examples in a batch or in this process's slice of it; x is (N, *shape) float32.
+Readers hand out examples as they are stored, uint8 where they are images; standardise() moves them
+to the device and makes them float32 there.
+
+N examples in a batch or in this process's slice of it; x is (N, *shape).
 """
 
+import copy
 import functools
 import gzip
 import hashlib
@@ -50,7 +54,7 @@ class Dataset:
     """What data sets share. Each has `name`, `shape` (of one x), `n_train`, `n_val`, `mean` and
     `std` (what x is standardised by) and the methods
 
-    train_examples(index)  training examples (N, *shape) float32
+    train_examples(index)  training examples (N, *shape), not yet standardised
     val_examples(index)    the same of validation, and which of the index they are: what cannot be
                            read is left out
     content()              arrays or bytes that are the same on all machines if the data are
@@ -92,12 +96,23 @@ class Dataset:
         n = min(limit or self.n_val, self.n_val)
         return torch.arange(n) * self.n_val // n if self.in_order else torch.arange(n)
 
-    def standardised(self, x):
-        return (x.float() / self.white - self.mean) / self.std
+    def to(self, device):
+        """The same data set, which standardises on this device."""
+        data = copy.copy(self)
+        data.mean, data.std = self.mean.to(device), self.std.to(device)
+        return data
+
+    def standardise(self, x):
+        """Examples as they were read -> float32 on the device, standardised. From pinned memory, a
+        copy to a GPU keeps nobody waiting."""
+        x = x.pin_memory() if self.mean.is_cuda else x
+        return (
+            x.to(self.mean.device, non_blocking=True).float() / self.white - self.mean
+        ) / self.std
 
     def unit(self, x):
         """Standardised x in units in which the range of the signal is 1: pixels in [0, 1]."""
-        return x * self.std.to(x.device) + self.mean.to(x.device)
+        return x * self.std + self.mean
 
     def input_scale(self):
         """Mean and standard deviation of x as it is handed out."""
@@ -106,7 +121,7 @@ class Dataset:
     def summary(self):
         """What processes that train together must agree on."""
         sizes = {"n_train": self.n_train, "n_val": self.n_val, "the shape of x": self.shape}
-        scales = {"the mean of x": self.mean, "the scale of x": self.std}
+        scales = {"the mean of x": self.mean.cpu(), "the scale of x": self.std.cpu()}
         return sizes | {"the content of the data": digest(*self.content())} | scales
 
     def errors(self, x, mean):
@@ -140,10 +155,10 @@ class ArrayDataset(Dataset):
         self.shape = tuple(self.x_train.shape[1:])
 
     def train_examples(self, index):
-        return self.standardised(self.x_train[index])
+        return self.x_train[index]
 
     def val_examples(self, index):
-        return self.standardised(self.x_val[index]), slice(None)
+        return self.x_val[index], slice(None)
 
     def content(self):
         return self.x_train.numpy(), self.x_val.numpy()
@@ -192,15 +207,32 @@ def train_indices(n, seed, step, batch_size):
     )
 
 
-def uniform_noise(stream, seed, step, batch_size, shape, rank=0, world_size=1):
-    """This rank's slice of the noise (batch_size, *shape) of a batch, uniform in [0, 1).
+def uniform_noise(stream, seed, step, batch_size, shape, rank=0, world_size=1, device="cpu"):
+    """This rank's slice of the noise (batch_size, *shape) of a batch: uniform in [0, 1), made where
+    it is used.
 
-    It is drawn on the CPU: a GPU would draw other numbers from the same seed.
+    Number j of example i is a hash of (stream, seed, step, i, j), so that it is the same on every
+    device, for any number of processes and after a resume.
     """
-    state = np.random.SeedSequence([seed, stream, step]).generate_state(1, np.uint64)[0]
-    generator = torch.Generator().manual_seed(int(state >> np.uint64(1)))
-    noise = torch.rand(batch_size, *shape, generator=generator)
-    return noise[rank_slice(batch_size, rank, world_size)]
+    keys = np.random.SeedSequence([seed, stream, step]).generate_state(4, np.uint32)
+    k = keys.view(np.int32).tolist()
+    part = range(batch_size)[rank_slice(batch_size, rank, world_size)]
+    i = torch.arange(part.start, part.stop, dtype=torch.int32, device=device).unsqueeze(1)
+    j = torch.arange(math.prod(shape), dtype=torch.int32, device=device)
+    a, b = mix(mix(i ^ k[0]) + k[1]), mix(mix(i ^ k[2]) + k[3])  # two random words per example
+    h = mix(mix(j ^ a).add_(b))
+    return h.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().div_(2**24).view(-1, *shape)
+
+
+def mix(h):
+    """A hash of 32-bit integers, in place: every bit of the result depends on every bit of h. The
+    constants are those of lowbias32 (Wellons 2018); the masks make shifts logical."""
+    h ^= (h >> 16) & 0xFFFF
+    h *= 0x7FEB352D
+    h ^= (h >> 15) & 0x1FFFF
+    h *= 0x846CA68B - 2**32
+    h ^= (h >> 16) & 0xFFFF
+    return h
 
 
 # ---------------------------------------------------------------------------------------------
@@ -507,13 +539,13 @@ class ImageFolder(Dataset):
             else:
                 raise UserError(f"{self.name}: none of {self.n_train} files could be decoded")
             x.append(image.flip(2) if rng.random() < 0.5 else image)
-        return self.standardised(torch.stack(x))
+        return torch.stack(x)
 
     def val_examples(self, index):
         images = [self.read("val", i, centre_crop) for i in index.tolist()]
         kept = [k for k, image in enumerate(images) if image is not None]
-        x = torch.stack([images[k] for k in kept]) if kept else torch.zeros(0, *self.shape)
-        return self.standardised(x), kept
+        x = [images[k] for k in kept] or torch.empty(0, *self.shape, dtype=torch.uint8)
+        return torch.stack(x) if kept else x, kept
 
     def content(self):
         names = [os.path.basename(f) for files in self.files.values() for f in files]
@@ -636,7 +668,8 @@ class MotionDataset(Dataset):
     """Segments of motion as (32, 121): the features of motion.Segments but for those that hardly
     vary in training (variance below 1e-5; 25 of 146), standardised."""
 
-    name, in_order, error_names = "lafan", True, ("cm", "degrees")
+    name, white, error_names = "lafan", 1, ("cm", "degrees")
+    slow_to_read = in_order = True
 
     def __init__(self, clips):
         """clips: for "train" and "val", motion_features of each file."""
@@ -651,24 +684,26 @@ class MotionDataset(Dataset):
             column[self.keep].float() for column in (self.all_mean, var.sqrt(), span)
         )
 
-    def standardised(self, x):
-        return (x[..., self.keep].float() - self.mean) / self.std
+    def to(self, device):
+        data = super().to(device)
+        data.range = self.range.to(device)
+        return data
 
     def train_examples(self, index):
-        return self.standardised(self.train[index])
+        return self.train[index][..., self.keep].float()
 
     def val_examples(self, index):
-        return self.standardised(self.val[index]), slice(None)
+        return self.val[index][..., self.keep].float(), slice(None)
 
     def unit(self, x):
         """Standardised x in units in which each feature has a range of 1 in training."""
-        return x * (self.std / self.range).to(x.device)
+        return x * (self.std / self.range)
 
     def frames(self, x, origin=None):
         """The inverse: x (N, 32, 121) -> frames (N, 32, 26) float64 as in the files, in the world
         if origin (point, heading) is given."""
         features = self.all_mean.expand(*x.shape[:-1], -1).clone()
-        features[..., self.keep] = (x.cpu().float() * self.std + self.mean).double()
+        features[..., self.keep] = (x.float() * self.std + self.mean).double().cpu()
         return motion.features_to_frames(features, origin)
 
     def true_origin(self, index):

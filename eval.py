@@ -46,24 +46,25 @@ def load(out_dir, checkpoint="best", device="cpu"):
 
 
 def load_data(model, data_dir=""):
-    """The data set that a model was trained on, standardised as it was in its training."""
+    """The data set that a model was trained on, standardised as then, on the model's device."""
     config = model.config
     data_dir = data_dir or config["data_dir"]
     data = copy.copy(load_dataset(config["dataset"], data_dir, config["image_size"]))
     if model.x_shape != tuple(data.shape):
         found = f"those of {data.name} in {data_dir} are {tuple(data.shape)}"
         raise UserError(f"the run was trained on examples of shape {model.x_shape}, {found}")
-    data.mean, data.std = model.data_mean.cpu(), model.data_std.cpu()
-    return data
+    data.mean, data.std = model.data_mean, model.data_std
+    return data.to(model.data_mean.device)
 
 
 # ---------------------------------------------------------------------------------------------
 # metrics
 
 
-def validation_noise(model, n, rank=0, world_size=1):
+def validation_noise(model, n, rank=0, world_size=1, device="cpu"):
     """What decides the codes of the n validation examples, in every evaluation: (n, 1, B)."""
-    return uniform_noise(VAL_NOISE, 0, 0, n, (1, model.encoder.n_tokens), rank, world_size)
+    shape = (1, model.encoder.n_tokens)
+    return uniform_noise(VAL_NOISE, 0, 0, n, shape, rank, world_size, device)
 
 
 @torch.no_grad()
@@ -82,6 +83,8 @@ def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
     cm          motion alone: distance of joints from where they should be, mean over joints
     degrees     motion alone: difference of joint angles, mean over joints
     Use and perplexity are None, and so are the counts, where the code is not discrete.
+
+    The last batch is filled up with repeats, which are not counted: compiled code sees one shape.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     was_training = model.training
@@ -91,21 +94,26 @@ def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
     sums = torch.zeros(4 + len(data.error_names), dtype=torch.float64, device=device)
     counts = torch.zeros(n_tokens * vocab_size, dtype=torch.float64, device=device)
     offsets = torch.arange(n_tokens, device=device) * vocab_size
-    noise = validation_noise(model, len(data.val_index(limit)), rank, world_size)
+    noise = validation_noise(model, len(data.val_index(limit)), rank, world_size, device)
     for x, index in data.val_batches(batch_size, rank, world_size, limit, n_workers):
-        if len(x) == 0:  # none of the files could be decoded
+        n = len(x)
+        if n == 0:  # none of the files could be decoded
             continue
-        x = x.to(device)
-        z, kl = model.encode(x, with_kl=True, noise=noise[index].to(device))  # (N, B), (N,)
+        index = torch.cat([index, index[-1:].expand(batch_size - n)])
+        x = torch.cat([x, x[-1:].expand(batch_size - n, *data.shape)])
+        x = data.standardise(x)
+        index = index.to(device, non_blocking=True)
+        z, kl = model.encode(x, with_kl=True, noise=noise[index])  # (N, B), (N,)
         p = model.decode(z)
         error = (data.unit(p.mean) - data.unit(x)).square()
         mse = error.flatten(1).mean(dim=1).clamp_min(1e-10)  # (N,)
-        kl = kl if has_kl else torch.zeros(1, device=device)
+        kl = kl if has_kl else torch.zeros_like(mse)
         values = (p.log_prob(x), kl, -10 * mse.log10(), torch.ones_like(mse))
         values += data.errors(x, p.mean)
-        sums += torch.stack([t.double().sum().to(device) for t in values])
+        sums += torch.stack([t[:n].double().sum().to(device) for t in values])
         if discrete:
-            counts += torch.bincount((z + offsets).flatten(), minlength=len(counts))
+            used = (z + offsets)[:n].flatten()
+            counts.index_add_(0, used, torch.ones_like(used, dtype=counts.dtype))
     if world_size > 1:
         dist.all_reduce(sums)
         dist.all_reduce(counts)
@@ -140,18 +148,18 @@ def one_line(metrics):
 def fid_score(model, data, inception, batch_size, device, n_workers=0):
     """FID of reconstructions to the validation images themselves, both rounded to 8 bits. Moments
     of the images are kept for next time."""
-    noise = validation_noise(model, data.n_val)
+    noise = validation_noise(model, data.n_val, device=device)
 
     def rounded(images):
         return (data.unit(images).clamp(0, 1) * 255).round() / 255
 
     def images():
         for x, _ in data.val_batches(batch_size, n_workers=n_workers):
-            yield rounded(x.to(device))
+            yield rounded(data.standardise(x))
 
     def reconstructions():
         for x, index in data.val_batches(batch_size, n_workers=n_workers):
-            z = model.encode(x.to(device), noise=noise[index].to(device))
+            z = model.encode(data.standardise(x), noise=noise[index])
             yield rounded(model.decode(z).mean)
 
     name = f"fid_{data.key()}_{fid.FID_SHA256[:8]}.pt"
@@ -173,17 +181,18 @@ def reconstruct(model, data, index, device):
     """Validation examples of this index, as far as they can be read, and the decoder's means for
     one code of each."""
     x, kept = data.val_examples(index)
-    noise = validation_noise(model, data.n_val)[index][kept].to(device)
-    return x, model.decode(model.encode(x.to(device), noise=noise)).mean.cpu()
+    x = data.standardise(x)
+    noise = validation_noise(model, data.n_val, device=device)[index][kept]
+    return x, model.decode(model.encode(x, noise=noise)).mean
 
 
 @torch.no_grad()
 def draw_pictures(model, data, device):
     """Pictures of reconstructions and of samples from the uniform prior, by file name."""
-    with torch.random.fork_rng():  # the same codes every time
+    with torch.random.fork_rng(devices=[device] if "cuda" in device else []):  # the same codes
         torch.manual_seed(0)
         if data.name == "lafan":
-            samples = data.frames(model.sample(6).mean.cpu())
+            samples = data.frames(model.sample(6).mean)
         else:
             columns = images_per_row(data.shape[2])
             samples = grid(data.unit(model.sample(6 * columns).mean), columns)
@@ -379,5 +388,5 @@ if __name__ == "__main__":
         raise UserError("name at least one run: python eval.py out/glyphs_daps")
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}, must be at least 1")
-    setup_device(device)
+    settings["device"] = setup_device(device)
     report(out_dirs, **settings)

@@ -320,6 +320,13 @@ class AutoregressiveEncoder(nn.Module):
     @torch.no_grad()
     def sample_codes(self, patches, n_samples, noise=None):
         """Codes (N, K, B), token by token, with the past in one preallocated cache per layer."""
+        # Weights that autocast casts here carry no gradient: the scoring pass must not reuse them,
+        # as some versions of torch would (pytorch #165068).
+        kind = patches.device.type
+        with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
+            return self.sample_uncached(patches, n_samples, noise)
+
+    def sample_uncached(self, patches, n_samples, noise):
         N, B = len(patches), self.n_tokens
         noise = uniform_like(patches, N, n_samples, B) if noise is None else noise
         memory, query = self.start(patches)

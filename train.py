@@ -31,6 +31,7 @@ from checkpoint import (
     as_bytes,
     check_same_run,
     claim,
+    has_bfloat16,
     load_checkpoint,
     restore,
     setup_device,
@@ -98,8 +99,9 @@ wandb_log = False  # also log to Weights & Biases (pip install wandb)
 # machine
 seed = 0  # of parameters, batches and noise
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
-dtype = "bfloat16" if torch.cuda.is_available() else "float32"  # of the networks' matrix products
+dtype = "bfloat16" if has_bfloat16() else "float32"  # of the networks' matrix products
 use_compile = torch.cuda.is_available()  # torch.compile
+cuda_graphs = False  # autoregressive: replay the sampler's steps as CUDA graphs
 n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
 
 # ---------------------------------------------------------------------------------------------
@@ -164,9 +166,7 @@ except ImportError as error:
 
 # ---------------------------------------------------------------------------------------------
 # Where to run and where to write. Under torchrun each process takes its share of every batch.
-if device == "cuda" and world_size > 1:
-    device = f"cuda:{os.environ['LOCAL_RANK']}"
-setup_device(device)
+device = setup_device(device)
 device_type = torch.device(device).type
 last_path, best_path, log_path, config_path = paths = [
     os.path.join(out_dir, name) for name in ("last.pt", "best.pt", "log.jsonl", "config.json")
@@ -200,7 +200,7 @@ elif resume and os.path.exists(config_path) and not overwrite:  # stopped before
 # ---------------------------------------------------------------------------------------------
 # Data, model and optimizer. log_eta, if trained by gradient, has its own rate, no decay, no
 # clipping.
-data = load_dataset(dataset, data_dir, image_size)
+data = load_dataset(dataset, data_dir, image_size).to(device)
 torch.manual_seed(seed)
 raw_model = build_model(settings, data.shape).to(device)
 for module in raw_model.modules():
@@ -221,7 +221,7 @@ if saved:
     restore(last_path, saved, model=raw_model, optimizer=optimizer)
     progress = {key: saved[key] for key in progress}
     for key, value in (("data_mean", data.mean), ("data_std", data.std)):
-        if not torch.allclose(saved[key], value):
+        if not torch.allclose(saved[key], value.cpu()):
             raise UserError(f"resume: the data in {data_dir} are not those the run began with")
 if world_size > 1:  # processes that start from different places would train nonsense
     views = [None] * world_size
@@ -233,11 +233,15 @@ if world_size > 1:  # processes that start from different places would train non
             if repr(views[0][key]) != repr(other[key]):
                 difference = f"{views[0][key]} and {other[key]}"
                 raise UserError(f"the processes disagree on {key}: {difference}")
-if use_compile:
+if use_compile and method not in ("gumbel", "grmck"):  # whose loops over tokens would be unrolled
     raw_model.compile()
     if method in AUTOREGRESSIVE:
-        raw_model.encoder.compile_sampler()
-model = DistributedDataParallel(raw_model) if world_size > 1 else raw_model
+        raw_model.encoder.compile_sampler(cuda_graphs=cuda_graphs)
+# DDP would cut compiled code in two to send some gradients early. Buffers are equal on all ranks.
+torch._dynamo.config.optimize_ddp = False
+model = raw_model
+if world_size > 1:
+    model = DistributedDataParallel(raw_model, broadcast_buffers=False)
 
 
 def anneal(first, last, step):
@@ -256,7 +260,8 @@ def learning_rate(step):
 def save(path):
     log_file.sync()
     state = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict(), **progress}
-    state |= {"data_mean": data.mean, "data_std": data.std, "x_shape": list(data.shape)}
+    state |= {"data_mean": data.mean.cpu(), "data_std": data.std.cpu()}
+    state["x_shape"] = list(data.shape)
     write(path, as_bytes(torch.save, state | {"config": settings}))
 
 
@@ -293,13 +298,15 @@ step, bad_in_a_row, started = progress["step"], 0, time.perf_counter()
 bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None if is_main else True)
 batches = data.train_batches(seed, step, max_steps, batch_size, **share, n_workers=n_workers)
 while step < max_steps:
-    beta = torch.tensor(anneal(beta_init, beta_final, step), device=device)
+    beta = torch.full((), anneal(beta_init, beta_final, step), device=device)
     if raw_model.tau is not None:
         raw_model.tau.fill_(anneal(tau_init, tau_final, step))
     rate = optimizer.param_groups[0]["lr"] = learning_rate(step)
-    x = next(batches).to(device, non_blocking=True)  # (N, *shape)
-    noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, raw_model.noise_shape, **share)
-    parts = list(zip(x.chunk(accumulate), noise.to(device).chunk(accumulate), strict=True))
+    x = data.standardise(next(batches))  # (N, *shape)
+    shape = raw_model.noise_shape
+    noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, shape, **share, device=device)
+    parts = list(zip(x.chunk(accumulate), noise.chunk(accumulate), strict=True))
+    n_bad = torch.zeros((), device=device)
     for epoch in range(raw_model.n_epochs):  # PPO goes over a batch several times
         options = {"epoch": epoch} if epoch > 0 else {}
         buffers = [buffer.clone() for buffer in raw_model.buffers()]
@@ -311,22 +318,30 @@ while step < max_steps:
                     loss, metrics = model(x, beta, noise=noise, **options)
                 (loss / accumulate).backward()  # DDP averages the gradients after the last part
             rows.append(torch.stack([loss.detach(), *metrics.values()]))
-        grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf).item()
-        if math.isfinite(grad_norm):
-            optimizer.step()
-            bad_in_a_row = 0
-        else:  # leave parameters, optimizer and running moments as they are
-            for buffer, before in zip(raw_model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-            progress["skipped"] += 1
-            bad_in_a_row += 1
-            if bad_in_a_row == max_skipped:
-                found = f"non-finite gradients in {max_skipped} steps up to {step}"
-                raise UserError(f"{found}; try a lower --lr")
+        grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf)
+        # A gradient that is not finite leaves parameters, optimizer and running moments as they
+        # are, decided on the device: the CPU does not wait.
+        bad = ~grad_norm.isfinite()
+        optimizer.found_inf = bad.float()  # a fused AdamW looks at it
+        optimizer.step()
         optimizer.zero_grad()
+        for buffer, before in zip(raw_model.buffers(), buffers, strict=True):
+            buffer.copy_(torch.where(bad, before, buffer))
+        n_bad += bad
     step += 1
     progress["step"] = step
     bar.update()
+
+    # The one wait of a step. A signal may reach one process a step before another.
+    flags = torch.stack([grad_norm, n_bad, torch.full_like(n_bad, stop.number)])
+    if world_size > 1:
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+    grad_norm, n_bad, stopping = flags.tolist()
+    progress["skipped"] += int(n_bad)
+    bad_in_a_row = bad_in_a_row + 1 if n_bad else 0
+    if bad_in_a_row == max_skipped:
+        found = f"non-finite gradients in {max_skipped} steps up to {step}"
+        raise UserError(f"{found}; try a lower --lr")
 
     if step % log_interval == 0 or step == max_steps:
         values = torch.stack(rows).mean(dim=0)
@@ -339,16 +354,14 @@ while step < max_steps:
             shown = ("reward", "kl", "ess", "eta", "beta")
             bar.set_postfix({key: f"{row[key]:.4g}" for key in shown if key in row})
 
-    stopping = torch.tensor(stop.number)
-    if world_size > 1:  # a signal may reach one process a step before another
-        stopping = stopping.to(device)
-        dist.all_reduce(stopping)
     evaluating = step % eval_interval == 0 or step == max_steps
     if evaluating or stopping:
         progress["seconds"] += time.perf_counter() - started
         if evaluating:
             size = batch_size // accumulate
-            val, _ = evaluate(raw_model, data, beta_final, size, device, eval_examples, n_workers)
+            options = (beta_final, size, device, eval_examples, n_workers)
+            with autocast:
+                val, _ = evaluate(raw_model, data, *options)
             if is_main:
                 log("val", val)
                 bar.write(f"step {step:6d}  val {one_line(val)}")
