@@ -220,7 +220,7 @@ def bar_row(dataset):
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     encoder, decoder, K, N = net.encoder, net.decoder, net.n_samples, BATCHES[dataset]
     images = torch.randint(256, (256, *example_shape(dataset, 256)), dtype=torch.uint8)
-    data = ArrayDataset("noise", images, None, images, None, 255)
+    data = ArrayDataset("noise", images, None, images, None, 255).to(device)
     steps = []
 
     def timed(part, function):
@@ -229,8 +229,8 @@ def bar_row(dataset):
         return result
 
     def read():
-        x = data.train_batch(0, len(steps), N).to(device)
-        return x, uniform_noise(TRAIN_NOISE, 0, len(steps), N, net.noise_shape).to(device)
+        x = data.standardise(data.train_batch(0, len(steps), N))
+        return x, uniform_noise(TRAIN_NOISE, 0, len(steps), N, net.noise_shape, device=device)
 
     def weigh(log_px, log_q):
         eta = solve_eta(log_px, log_q, 0.1, net.ess_target)
@@ -306,7 +306,7 @@ def choosing_row(dataset):
     logits = torch.randn(N, K, encoder.vocab_size, device=device)
 
     def noise():
-        return uniform_noise(TRAIN_NOISE, 0, 0, N, (K, B)).to(device)
+        return uniform_noise(TRAIN_NOISE, 0, 0, N, (K, B), device=device)
 
     def choose():
         u = noise()

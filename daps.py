@@ -94,12 +94,15 @@ class DAPS(nn.Module):
 
     eta_update  "solve": exact on every batch. "gradient": the paper's, a gradient step on
                 (ESS ratio - target)^2 by the parameter log_eta; give it lr 1e-3 and no decay.
+    centred     take 1 / K off the weights; False is the paper's.
     """
 
     n_epochs = 1  # updates per batch
     tau = None  # no temperature
 
-    def __init__(self, encoder, decoder, n_samples=8, ess_target=0.33, eta_update="solve"):
+    def __init__(
+        self, encoder, decoder, n_samples=8, ess_target=0.33, eta_update="solve", centred=True
+    ):
         super().__init__()
         if n_samples < 2:
             raise ValueError(f"n_samples is {n_samples}, must be at least 2: codes are compared")
@@ -109,6 +112,7 @@ class DAPS(nn.Module):
             raise ValueError(f"eta_update is {eta_update!r}, must be 'solve' or 'gradient'")
         self.encoder, self.decoder = encoder, decoder
         self.n_samples, self.ess_target, self.eta_update = n_samples, ess_target, eta_update
+        self.centred = centred
         log_eta = torch.tensor(math.log(100.0))  # where the authors start
         self.log_eta = nn.Parameter(log_eta, requires_grad=eta_update == "gradient")
 
@@ -131,10 +135,11 @@ class DAPS(nn.Module):
         w = log_weights(log_px, log_q, eta, beta).exp().detach()  # (N, K)
 
         # Losses on disjoint sets of parameters, so that their sum can take one backward pass.
-        # Encoder, eq. (6), with 1 / K taken off the weights (ours, not the paper's): the codes were
-        # drawn from q, so the gradient of their mean log q is zero on average, and its noise,
-        # a share of about ESS / K of the whole variance, is for nothing.
-        loss = -((w - 1 / self.n_samples) * log_q).sum(dim=1).mean()
+        # Encoder, eq. (6); centred is ours, not the paper's. The codes were drawn from q, so the
+        # gradient of their mean log q is zero on average: 1 / K off each weight takes off nothing
+        # but its noise, a share of about ESS / K of the whole variance.
+        w = w - 1 / self.n_samples if self.centred else w
+        loss = -(w * log_q).sum(dim=1).mean()
         loss = loss - log_px.mean()  # decoder, eq. (7)
         if self.eta_update == "gradient":
             loss = loss + (ess - self.ess_target) ** 2

@@ -755,7 +755,9 @@ def init_weights(module, embedding_std):
 # From the settings of a run to its model
 
 METHODS = {  # from an encoder e, a decoder d and settings s
-    "daps": lambda e, d, s: DAPS(e, d, s["n_samples"], s["ess_target"], s["eta_update"]),
+    "daps": lambda e, d, s: DAPS(
+        e, d, s["n_samples"], s["ess_target"], s["eta_update"], s["centred"]
+    ),
     "gumbel": lambda e, d, s: Relaxed(e, d, "gumbel"),
     "grmck": lambda e, d, s: Relaxed(e, d, "grmck", s["mc_samples"]),
     "rloo": lambda e, d, s: RLOO(e, d, s["n_samples"]),

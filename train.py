@@ -67,13 +67,14 @@ aligned = True  # autoregressive: the query of token t also sees patch t; one-pa
 n_samples = 8  # K, codes sampled per example
 ess_target = 0.33  # effective sample size of the K weights, over K
 eta_update = "solve"  # solve: exact on every batch; gradient: the paper's step on log eta
+centred = True  # daps: take 1 / K off the weights; False: eq. (6) as printed
 beta_init = 0.5  # weight of the KL to the prior at the first step
 beta_final = 0.01  # and at the last; exponential in between
 # the other estimators
 tau_init = 1.0  # gumbel, grmck, reinmax: temperature at the first step
 tau_final = 1.0  # and at the last; exponential in between
 mc_samples = 100  # grmck: conditional Gumbels per token
-ppo_epochs = 4  # ppo: updates per batch
+ppo_epochs = 1  # ppo: updates per batch
 ppo_clip = 0.2  # ppo: how far the ratio of probabilities may go
 commitment = 0.25  # vqvae: weight of the commitment term
 vq_ema = True  # vqvae: code vectors by running means, k-means start, revival; else by gradient
@@ -86,7 +87,7 @@ lr_schedule = "cosine"  # cosine: down to lr_final at the last step; constant
 lr_final = 0.0  # lowest learning rate of the cosine
 warmup_steps = 50  # steps of linear warm-up
 weight_decay = 1e-4  # decoupled, on all weights
-grad_clip = 1000.0  # largest norm of the gradient (of a sum over pixels, so large); 0: off
+grad_clip = 0.0  # largest norm of the gradient; 0: off
 max_skipped = 20  # stop after so many steps in a row with a non-finite gradient
 # memory
 accumulate = 1  # parts of a batch that are worked on one after the other

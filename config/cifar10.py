@@ -25,6 +25,5 @@ lr = 3e-4
 lr_schedule = "constant"
 warmup_steps = 0
 weight_decay = 1e-4
-grad_clip = 0.0
 eval_interval = 1000
 log_interval = 100

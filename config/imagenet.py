@@ -24,7 +24,6 @@ lr = 3e-4
 lr_schedule = "constant"
 warmup_steps = 0
 weight_decay = 1e-4
-grad_clip = 0.0
 eval_interval = 2000
 eval_examples = 2000
 log_interval = 100

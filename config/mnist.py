@@ -5,9 +5,8 @@ Paper, "Training": 250,000 steps of 256 images, Adam with weight decay, lr 3e-4.
 means over 10 seeds of the best validation value of each.
 Paper, "MNIST Vision Hyperparameters": the code and the network. n_layers and mlp_ratio are those of
 its autoregressive methods; the others set their own.
-Not in the paper: how large the weight decay is; clipping (at a norm that only accidents reach); the
-path of beta and temperature between the two ends it gives (exponential, as the authors' code has it
-for beta).
+Not in the paper: how large the weight decay is; the path of beta and temperature between the two
+ends it gives (exponential, as the authors' code has it for beta).
 """
 
 dataset = "mnist"
@@ -24,6 +23,5 @@ lr = 3e-4
 lr_schedule = "constant"
 warmup_steps = 0
 weight_decay = 1e-4
-grad_clip = 1000.0
 eval_interval = 1000
 log_interval = 100
