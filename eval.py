@@ -226,7 +226,7 @@ def draw_motion(model, data, device, samples):
         "reconstructions.png": film(rows, range(0, FRAMES, 4)),
         "samples.png": film(drawn, range(0, FRAMES, 4)),
         "motion.csv": frames_to_csv(ours),
-        "motion.gif": side_by_side(true[:240], ours[:240]),
+        "motion.gif": side_by_side(true[:224], ours[:224]),
     }
 
 

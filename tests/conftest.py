@@ -1,12 +1,34 @@
-"""What several test files use: the scripts, run as a user runs them."""
+"""What several test files use: scripts as a user runs them, shared runs, faults, made-up data."""
 
+# ruff: noqa: E402
 import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch starts: tests compare with this CPU
+
+import contextlib
+import gzip
+import hashlib
+import http.server
+import io
+import json
+import runpy
+import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
+import types
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+import motion
+from checkpoint import load_checkpoint
+from configurator import UserError, explain
+from data import CIFAR10_FILES, MotionDataset
 from models import OnePassEncoder, token_log_prob
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -28,24 +50,31 @@ def log_prob_of_all(encoder, x, codes):
     return token_log_prob(logits, codes.unsqueeze(0)).sum(dim=-1)[0]
 
 
+# ---------------------------------------------------------------------------------------------
+# scripts, in a process of their own or in this one
+
+PATIENCE = 900  # seconds after which a run counts as hung, on however busy a machine
+
+
 def environment(**extra):
-    return {**os.environ, "OMP_NUM_THREADS": "1", **extra}
+    """Of subprocesses: one thread, and no GPU, whose numbers are others."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
-def run(*command, cwd=ROOT, timeout=300, **extra):
+def start(*command, cwd=ROOT, **extra):
+    """Start python with these arguments."""
+    command, pipe = [sys.executable, *map(str, command)], subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment(**extra), text=True, stdout=pipe, stderr=pipe
+    )
+
+
+def run(*command, cwd=ROOT, timeout=PATIENCE, **extra):
     """Run python with these arguments; the finished process with its output as text."""
     command = [sys.executable, *map(str, command)]
     env = environment(**extra)
     return subprocess.run(
         command, cwd=cwd, env=env, timeout=timeout, text=True, capture_output=True
-    )
-
-
-def start(*command):
-    command = [sys.executable, *map(str, command)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment(), text=True, stdout=pipe, stderr=pipe
     )
 
 
@@ -55,9 +84,407 @@ def succeed(*command, **extra):
     return done.stdout
 
 
+def run_here(script, *arguments):
+    """Run a script in this process, which spares the import of torch: its exit code, and what it
+    wrote as output and as errors. Only an error that would show a traceback is raised."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    handlers, argv = [signal.getsignal(number) for number in signals], sys.argv
+    output, errors, code, stderr = io.StringIO(), io.StringIO(), 0, sys.__stderr__
+    sys.argv, sys.__stderr__ = [script, *map(str, arguments)], errors
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(output):
+        try:
+            with torch.random.fork_rng():
+                runpy.run_path(os.path.join(ROOT, script), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        except UserError as error:
+            with pytest.raises(SystemExit) as end:
+                explain(UserError, error, None)
+            code = end.value.code
+        finally:
+            sys.argv, sys.__stderr__ = argv, stderr
+            for number, handler in zip(signals, handlers, strict=True):
+                signal.signal(number, handler)
+    return types.SimpleNamespace(code=code, output=output.getvalue(), errors=errors.getvalue())
+
+
+def train_here(*arguments):
+    """train.py in this process; it must not fail."""
+    done = run_here("train.py", *arguments)
+    assert done.code == 0, done.output + done.errors
+    return done.output
+
+
+def assert_one_line(done, *words):
+    """A run ended with one line that has these words, and exit code 2."""
+    assert done.code == 2, done.output + done.errors
+    assert done.errors.startswith("error") and done.errors.count("\n") == 1, done.errors
+    for word in words:
+        assert word in done.errors
+
+
+# Importing torch takes longer than a tiny run. So one process imports all that the scripts need and
+# forks for each run; a fault is code that the child executes before its script. Its glyphs are few.
+
+FORKER = """
+import json, os, runpy, signal, sys, threading, time
+import requests, torch, torch.nn.parallel
+import checkpoint, data, eval, motion
+letters = data.glyphs(n_train=2000, n_val=48)
+data.DATASETS["glyphs"] = lambda data_dir: letters
+"""
+FORK = """
+def fork(job):
+    child = os.fork()
+    if child:
+        return child
+    os.setsid()
+    signal.alarm({patience})  # a run that hangs is ended
+    os.environ.update(job["env"])
+    for number, name in enumerate((os.devnull, job["output"], job["errors"])):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+    exec(job["fault"], globals())
+    sys.argv = job["argv"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit()
+
+for line in sys.stdin:
+    children = [fork(job) for job in json.loads(line)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(json.dumps(codes), flush=True)
+""".replace("{patience}", str(PATIENCE))
+
+
+class Forker:
+    def __init__(self, folder):
+        self.folder, pipe = folder, subprocess.PIPE
+        command = [sys.executable, "-c", FORKER + FORK]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), text=True, stdin=pipe, stdout=pipe
+        )
+
+    def run(self, *jobs):
+        """Run jobs (argv, fault, env) at once: for each its exit code and what it wrote."""
+        names = [[str(self.folder / f"{kind}{i}") for kind in "oe"] for i in range(len(jobs))]
+        jobs = [
+            dict(argv=[*map(str, argv)], fault=fault, env=env, output=output, errors=errors)
+            for (argv, fault, env), (output, errors) in zip(jobs, names, strict=True)
+        ]
+        print(json.dumps(jobs), file=self.process.stdin, flush=True)
+        results = []
+        for code, paths in zip(json.loads(self.process.stdout.readline()), names, strict=True):
+            texts = []
+            for path in paths:
+                with open(path, errors="replace") as file:
+                    texts.append(file.read())
+            results.append(types.SimpleNamespace(code=code, output=texts[0], errors=texts[1]))
+        return results
+
+    def train(self, *arguments, fault="", **env):
+        (done,) = self.run((("train.py", *arguments), fault, env))
+        return done
+
+    def finish(self, *arguments, fault=""):
+        done = self.train(*arguments, fault=fault)
+        assert done.code == 0, done.output + done.errors
+        return done.output
+
+    def ranks(self, *commands):
+        """Processes that train together, from the arguments and the fault of each."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=str(len(commands)))
+        jobs = []
+        for rank, (arguments, fault) in enumerate(commands):
+            rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            jobs.append((("train.py", *arguments), fault, env | rank))
+        return self.run(*jobs)
+
+    def finish_ranks(self, *arguments, n=2):
+        everyone = self.ranks(*[(arguments, "")] * n)
+        for done in everyone:
+            assert done.code == 0, done.output + done.errors
+        return everyone[0].output
+
+
+@pytest.fixture(scope="session")
+def forker(tmp_path_factory):
+    forker = Forker(tmp_path_factory.mktemp("forker"))
+    yield forker
+    forker.process.stdin.close()
+    forker.process.wait()
+
+
+def launch(script, *torchrun, arguments, fault=""):
+    """Start torchrun of train.py on the forker's data; the script is where the fault is written."""
+    code = f"import sys\nsys.path.insert(0, {ROOT!r})\n{FORKER}\n{fault}\n"
+    script.write_text(code + "runpy.run_path('train.py', run_name='__main__')\n")
+    return start(*torchrun, script, *arguments)
+
+
+# ---------------------------------------------------------------------------------------------
+# runs that tests share, and what they are compared by
+
+
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory):
-    """The out_dir of a tiny run that was never interrupted."""
+    """The out_dir of a tiny run on all glyphs that was never interrupted."""
     out_dir = tmp_path_factory.mktemp("finished") / "run"
-    succeed("train.py", *TINY, f"--out_dir={out_dir}")
+    train_here(*TINY, f"--out_dir={out_dir}")
     return out_dir
+
+
+@pytest.fixture(scope="session")
+def finished_twin(forker, tmp_path_factory):
+    """The same on the forker's few glyphs."""
+    out_dir = tmp_path_factory.mktemp("finished") / "twin"
+    forker.finish(*TINY, f"--out_dir={out_dir}")
+    return out_dir
+
+
+@pytest.fixture(scope="session")
+def finished_pair(forker, tmp_path_factory):
+    """And by two processes."""
+    out_dir = tmp_path_factory.mktemp("finished") / "pair"
+    forker.finish_ranks(*TINY, f"--out_dir={out_dir}")
+    return out_dir
+
+
+def same(a, b):
+    """Whether two checkpoints' contents are equal, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def assert_same_run(out_dir, twin):
+    for name in ("last.pt", "best.pt"):
+        ours, theirs = load_checkpoint(out_dir / name), load_checkpoint(twin / name)
+        for key in ("model", "optimizer", "step", "best", "skipped"):
+            assert same(ours[key], theirs[key]), (name, key)
+    assert (out_dir / "log.jsonl").read_text() == (twin / "log.jsonl").read_text()
+
+
+def log_rows(out_dir, split=""):
+    rows = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    return [row for row in rows if split in row["split"]]
+
+
+# ---------------------------------------------------------------------------------------------
+# faults: code that a child of the forker executes before its script
+
+BEFORE = """
+def before(owner, name):
+    original = getattr(owner, name)
+    def struck(*arguments, **options):
+        strike()
+        return original(*arguments, **options)
+    setattr(owner, name, struck)
+"""
+STRIKE = """
+calls = []
+def blow():  # Ctrl-C and schedulers signal all processes of a group
+    os.kill(0 if {number} in (2, 15) else os.getpid(), {number})
+
+def strike():
+    calls.append(1)
+    if len(calls) == {nth}:
+        timer = threading.Timer({delay}, blow)
+        timer.daemon = True
+        timer.run() if {delay} < 0.01 else timer.start()
+"""
+WHERE = {  # code that calls strike() at moments of one kind
+    "start": "before(data, 'load_dataset')",
+    "step": "before(torch.optim.AdamW, 'step')",
+    "evaluation": "before(eval, 'validation_noise')",
+    "move": "before(os, 'replace')",
+    "report": "before(eval, 'draw_curves')",
+    "statistics": "before(data, 'read_image')",
+    "features": "before(motion, 'motion_features')",
+    "download": """
+blocks = requests.Response.iter_content
+def struck_blocks(*arguments):
+    for block in blocks(*arguments):
+        strike()
+        yield block
+requests.Response.iter_content = struck_blocks
+""",
+    "save": """
+def half_open(path, mode="r", **options):
+    file = open(path, mode, **options)
+    if mode == "wb":
+        whole = file.write
+        def write(content):
+            whole(content[: len(content) // 2])
+            file.flush()
+            strike()
+            whole(content[len(content) // 2 :])
+        file.write = write
+    return file
+checkpoint.open = half_open
+""",
+}
+
+
+def struck(where, nth=1, number=signal.SIGKILL, delay=0.0):
+    """A signal at the nth moment of a kind, or `delay` seconds later."""
+    return BEFORE + STRIKE.format(nth=nth, number=int(number), delay=delay) + WHERE[where]
+
+
+# ---------------------------------------------------------------------------------------------
+# made-up data in the formats of the published files, and a server that fails
+
+SMALL = ("--n_tokens=16", "--vocab_size=16", "--width=16", "--n_heads=2", "--n_layers=1")
+SMALL += ("--n_samples=3", "--warmup_steps=0", "--log_interval=1", "--lr=1e-3", "--mc_samples=2")
+SMALL += ("--fsq_levels=4 4", "--batch_size=8", "--max_steps=6", "--eval_interval=3")
+
+
+def write_hashed(path, body):
+    """Write bytes; their sha256."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(body)
+    return hashlib.sha256(body).hexdigest()
+
+
+def idx_bytes(array):
+    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+def write_mnist(folder, n=20):
+    """The four files of n random images: arrays by name, and what MNIST_FILES must be for them."""
+    rng = np.random.default_rng(0)
+    arrays, hashes = {}, {}
+    for prefix in ("train", "t10k"):
+        arrays[f"{prefix}-images-idx3-ubyte"] = rng.integers(256, size=(n, 28, 28))
+        arrays[f"{prefix}-labels-idx1-ubyte"] = rng.integers(10, size=n)
+    for name, array in arrays.items():
+        path = os.path.join(folder, f"{name}.gz")
+        hashes[name] = write_hashed(path, gzip.compress(idx_bytes(array)))
+    return arrays, hashes
+
+
+def write_cifar(folder, n=20, seed=0):
+    """The six unpacked files, n records each: records (6, n, 3073), and what CIFAR10_FILES must be
+    for them."""
+    rng = np.random.default_rng(seed)
+    records = rng.integers(256, size=(6, n, 3073), dtype=np.uint8)
+    records[..., 0] %= 10
+    pairs = zip(CIFAR10_FILES, records, strict=True)
+    return records, {
+        name: write_hashed(os.path.join(folder, name), part.tobytes()) for name, part in pairs
+    }
+
+
+def photograph(width, height, mode="RGB", seed=0):
+    """A smooth picture with a bright top left quarter."""
+    y, x = np.mgrid[0:height, 0:width]
+    rng = np.random.default_rng(seed)
+    page = np.stack([x * 255 / width, y * 255 / height, rng.integers(60) + 0 * x], axis=2) / 2
+    page[: height // 2, : width // 2] += 120
+    return Image.fromarray(page.astype(np.uint8)).convert(mode)
+
+
+def motion_frames(n, seed=0):
+    """Made-up frames (n, 26): a root that walks in a circle, joints that swing in their range."""
+    rng, t = np.random.default_rng(seed), np.arange(n)[:, None] / 30
+    yaw = 0.7 * t + rng.uniform(-3, 3)
+    root = np.concatenate([3 * np.cos(yaw), 3 * np.sin(yaw), 1 + 0.05 * np.sin(9 * t)], axis=1)
+    q = np.concatenate([0.05 * np.sin(t), 0 * t, np.sin(yaw / 2), np.cos(yaw / 2)], axis=1)
+    q /= np.linalg.norm(q, axis=1, keepdims=True)
+    middle = np.array([link[5] for link in motion.H1])
+    angles = middle + 0.4 * np.sin(rng.uniform(1, 5, 19) * t + rng.uniform(0, 6, 19))
+    return np.concatenate([root, q, angles], axis=1)
+
+
+def motion_dataset(n_train=3, n_val=4, n=100):
+    """Made-up clips of n frames; of training ones, each is a frame longer than the one before."""
+    features = motion.motion_features
+    train = [features(motion_frames(n + i, seed=i)) for i in range(n_train)]
+    val = [features(motion_frames(n, seed=50 + i)) for i in range(n_val)]
+    return MotionDataset({"train": train, "val": val})
+
+
+def write_lafan(data_dir, n=70):
+    """The 40 files of n made-up frames: what motion.LAFAN_FILES must be for them."""
+    hashes = {}
+    for i, name in enumerate(motion.LAFAN_FILES):
+        text = motion.frames_to_csv(torch.from_numpy(motion_frames(n, i)))
+        path = os.path.join(data_dir, "lafan1", "h1", f"{name}.csv")
+        hashes[name] = write_hashed(path, text.encode())
+    return hashes
+
+
+PRETEND = """
+import importlib.machinery, sys
+tables = {tables!r}
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name in ("data", "motion"):
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            execute = spec.loader.exec_module
+            def patched(module):
+                execute(module)
+                vars(module).update((k, v) for k, v in tables.items() if hasattr(module, k))
+            spec.loader.exec_module = patched
+            return spec
+sys.meta_path.insert(0, Finder)
+"""
+
+
+def pretend_published(folder, **tables):
+    """The environment in which scripts take made-up files for the published ones: run them with
+    **pretend_published(tmp_path, MNIST_FILES=hashes). Python runs sitecustomize.py at its start."""
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "sitecustomize.py"), "w") as file:
+        file.write(PRETEND.format(tables=tables))
+    return {"PYTHONPATH": str(folder)}
+
+
+class Server:
+    """Serves {path: bytes} on loopback. A path may begin with what goes wrong: /half breaks off in
+    the middle, /flaky the first time alone, /stall falls silent there, /silent from the start,
+    /moved redirects to a page, /loop to itself, /length gives none that makes sense."""
+
+    def __init__(self, files):
+        self.asked = asked = []
+        self.closing = closing = threading.Event()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                fault, name = self.path.rsplit("/", 1)
+                body = files.get(f"/{name}")
+                half = fault in ("/half", "/stall") or fault == "/flaky" and self.path not in asked
+                asked.append(self.path)
+                if fault == "/silent":
+                    return closing.wait(30)
+                if fault in ("/moved", "/loop"):
+                    self.send_response(302)
+                    self.send_header("location", "/bad.gz" if fault == "/moved" else self.path)
+                    return self.end_headers()
+                self.send_response(404 if body is None else 200)
+                length = "many" if fault == "/length" else str(len(body or b""))
+                self.send_header("content-length", length)
+                self.end_headers()
+                body = body or b""
+                self.wfile.write(body[: len(body) // 2] if half else body)
+                if fault == "/stall":
+                    closing.wait(30)
+
+            def log_message(self, *args):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self):
+        self.closing.set()
+        self.server.shutdown()

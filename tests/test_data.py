@@ -1,19 +1,20 @@
-"""data.py: batches are pure functions, files from outside are checked."""
+"""data.py: batches are pure functions, published files are checked, downloads survive bad servers.
 
-import gzip
+Images are in test_images.py, motion in test_motion.py.
+"""
+
 import hashlib
-import http.server
 import os
-import struct
-import threading
 import time
 
 import numpy as np
 import pytest
 import torch
+from conftest import Server, write_mnist
 
 import data
-from data import DataError, glyphs, load_dataset, read_idx, share, train_indices, uniform_noise
+from configurator import UserError
+from data import fetch, glyphs, load_dataset, rank_slice, train_indices, uniform_noise
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +48,15 @@ def test_glyphs_of_one_letter_differ_and_letters_can_be_told_apart():
     assert (y[300:][near] == y[:300]).float().mean() > 0.4
 
 
+# batches and noise
+
+
 def test_an_epoch_shows_every_example_once_also_when_batches_straddle_epochs():
     n, batch_size = 10, 4
-    seen = torch.cat([train_indices(n, 0, step, batch_size) for step in range(5)])
-    assert sorted(seen[:10].tolist()) == list(range(10))
-    assert sorted(seen[10:].tolist()) == list(range(10))
-    assert seen[:10].tolist() != seen[10:].tolist()
+    shown = torch.cat([train_indices(n, 0, step, batch_size) for step in range(5)])
+    assert sorted(shown[:10].tolist()) == list(range(10))
+    assert sorted(shown[10:].tolist()) == list(range(10))
+    assert shown[:10].tolist() != shown[10:].tolist()
 
 
 def test_a_batch_larger_than_the_data_set_goes_round():
@@ -63,18 +67,30 @@ def test_batches_are_a_function_of_seed_and_step(letters):
     assert torch.equal(letters.train_batch(1, 7, 32), letters.train_batch(1, 7, 32))
     assert not torch.equal(letters.train_batch(1, 7, 32), letters.train_batch(1, 8, 32))
     assert not torch.equal(letters.train_batch(1, 7, 32), letters.train_batch(2, 7, 32))
+    three = letters.train_batches(1, 6, 9, 32, 0, 1, 0)
+    for step, x in zip(range(6, 9), three, strict=True):
+        assert torch.equal(x, letters.train_batch(1, step, 32))
 
 
 @pytest.mark.parametrize("world_size", (2, 3, 4))
-def test_shares_of_all_ranks_make_the_whole_batch(letters, world_size):
+def test_slices_of_all_ranks_make_the_whole_batch(letters, world_size):
     ranks = range(world_size)
     parts = [letters.train_batch(0, 5, 24, rank, world_size) for rank in ranks]
     assert torch.equal(torch.cat(parts), letters.train_batch(0, 5, 24))
     noise = [uniform_noise(1, 0, 5, 24, (8, 8), rank, world_size) for rank in ranks]
     assert torch.equal(torch.cat(noise), uniform_noise(1, 0, 5, 24, (8, 8)))
-    parts = [x for rank in ranks for _, x in letters.val_batches(7, rank, world_size)]
+    parts = [x for rank in ranks for x, _ in letters.val_batches(7, rank, world_size)]
     assert torch.equal(torch.cat(parts), letters.x_val.float())
-    assert [*range(7)][share(7, 0, 2)] + [*range(7)][share(7, 1, 2)] == [*range(7)]
+    numbers = list(range(7))
+    assert numbers[rank_slice(7, 0, 2)] + numbers[rank_slice(7, 1, 2)] == numbers
+
+
+def test_validation_batches_say_which_of_their_ranks_part_they_are(letters):
+    """Those of noise that was drawn for the part."""
+    index = torch.cat([index for _, index in letters.val_batches(7, 1, 2)])
+    assert index.tolist() == list(range(30))
+    x = torch.cat([x for x, _ in letters.val_batches(7, limit=10)])
+    assert torch.equal(x, letters.x_val[:10].float())
 
 
 def test_noise_is_uniform_and_differs_between_streams_seeds_and_steps():
@@ -84,222 +100,155 @@ def test_noise_is_uniform_and_differs_between_streams_seeds_and_steps():
         assert not torch.equal(u, uniform_noise(*other, 100, (8, 8)))
 
 
-# files in the IDX format
+def test_data_that_differ_have_another_summary_and_another_key(letters):
+    same, other = glyphs(n_train=300, n_val=60), glyphs(n_train=300, n_val=60, seed=1)
+    assert same.summary() == letters.summary() != other.summary()
+    assert same.key() == letters.key() != other.key()
 
 
-def idx_bytes(array):
-    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-    return header + array.astype(np.uint8).tobytes()
+def test_an_unknown_data_set_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match="minst.*glyphs, mnist"):
+        load_dataset("minst")
 
 
-def write_mnist(folder, n=20):
-    """The four files, with random images."""
-    os.makedirs(folder, exist_ok=True)
-    rng = np.random.default_rng(0)
-    arrays = {}
-    for prefix in ("train", "t10k"):
-        arrays[f"{prefix}-images-idx3-ubyte.gz"] = rng.integers(256, size=(n, 28, 28))
-        arrays[f"{prefix}-labels-idx1-ubyte.gz"] = rng.integers(10, size=n)
-    for name, array in arrays.items():
-        with gzip.open(os.path.join(folder, name), "wb") as file:
-            file.write(idx_bytes(array))
-    return arrays
+@pytest.mark.parametrize("name", ("glyphs", "mnist", "cifar10", "imagenet", "lafan"))
+def test_the_shape_of_an_example_is_known_without_its_files(name):
+    known = {"cifar10": (3, 32, 32), "imagenet": (3, 64, 64), "lafan": (32, 121)}
+    assert data.example_shape(name, 64) == known.get(name, (1, 28, 28))
 
 
-def test_mnist_is_read_and_binarised_above_127(tmp_path):
-    arrays = write_mnist(tmp_path / "mnist")
+# MNIST
+
+
+def test_mnist_is_read_and_binarised_above_127(tmp_path, monkeypatch):
+    arrays, hashes = write_mnist(tmp_path / "mnist")
+    monkeypatch.setattr(data, "MNIST_FILES", hashes)
     found = load_dataset("mnist", str(tmp_path))
-    images = arrays["train-images-idx3-ubyte.gz"]
+    images = arrays["train-images-idx3-ubyte"]
     assert np.array_equal(found.x_train[:, 0].numpy(), images > 127)
-    assert np.array_equal(found.y_val.numpy(), arrays["t10k-labels-idx1-ubyte.gz"])
-    assert found.shape == (1, 28, 28)
+    assert np.array_equal(found.y_train.numpy(), arrays["train-labels-idx1-ubyte"])
+    assert np.array_equal(found.y_val.numpy(), arrays["t10k-labels-idx1-ubyte"])
+    assert found.shape == (1, 28, 28) and (found.n_train, found.n_val) == (20, 20)
 
 
 REAL_MNIST = os.path.join(os.environ.get("DAPS_DATA", ""), "mnist", "t10k-images-idx3-ubyte.gz")
 
 
 @pytest.mark.skipif(not os.path.exists(REAL_MNIST), reason="DAPS_DATA names no folder with MNIST")
-def test_the_real_mnist_is_read_and_is_what_the_hashes_say():
-    folder = os.path.join(os.environ["DAPS_DATA"], "mnist")
-    for name, sha256 in data.MNIST_FILES.items():
-        with open(os.path.join(folder, f"{name}.gz"), "rb") as file:
-            assert hashlib.sha256(file.read()).hexdigest() == sha256
+def test_the_real_mnist_is_what_the_hashes_say():
     found = load_dataset("mnist", os.environ["DAPS_DATA"])
     assert found.x_train.shape == (60_000, 1, 28, 28) and found.x_val.shape == (10_000, 1, 28, 28)
     assert found.y_train[:5].tolist() == [5, 0, 4, 1, 9]
     assert 0.12 < found.x_train.float().mean() < 0.14
 
 
-def damaged(kind):
-    whole = gzip.compress(idx_bytes(np.zeros((20, 28, 28))))
-    if kind == "cut short":
-        return whole[: len(whole) // 2]
-    if kind == "bit flipped":
-        return whole[:30] + bytes([whole[30] ^ 4]) + whole[31:]
-    if kind == "not gzip":
-        return b"<html>not found</html>"
-    if kind == "empty":
-        return b""
-    if kind == "empty inside":
-        return gzip.compress(b"")
-    if kind == "too few bytes":
-        return gzip.compress(idx_bytes(np.zeros((20, 28, 28)))[:-5])
-    if kind == "too many bytes":
-        return gzip.compress(idx_bytes(np.zeros((20, 28, 28))) + b"more")
-    if kind == "wrong magic":
-        return gzip.compress(b"\x00\x01" + idx_bytes(np.zeros((20, 28, 28)))[2:])
-    if kind == "promises terabytes":
-        return gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 2**31, 2**31, 2**31) + b"x")
-
-
-DAMAGE = ("cut short", "bit flipped", "not gzip", "empty", "empty inside", "too few bytes")
-DAMAGE += ("too many bytes", "wrong magic", "promises terabytes")
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_file_is_named_in_one_line_and_left_alone(tmp_path, kind):
-    path = tmp_path / "x.gz"
-    path.write_bytes(damaged(kind))
-    with pytest.raises(DataError, match=r"^.*x\.gz: .*delete the file[^\n]*$"):
-        read_idx(str(path))
-    assert path.read_bytes() == damaged(kind)
-
-
-def test_images_and_labels_of_different_lengths_are_refused(tmp_path):
+def test_mnist_with_other_images_in_it_is_refused(tmp_path):
     write_mnist(tmp_path / "mnist")
-    with gzip.open(tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz", "wb") as file:
-        file.write(idx_bytes(np.zeros(3)))
-    with pytest.raises(DataError, match="do not match"):
-        load_dataset("mnist", str(tmp_path))
+    with pytest.raises(UserError, match="train-images-idx3-ubyte.gz is not the published file"):
+        data.mnist(str(tmp_path))
 
 
-def test_an_unknown_data_set_is_refused_with_the_known_ones():
-    with pytest.raises(DataError, match="minst.*glyphs, mnist"):
-        load_dataset("minst")
+# published files, here or from a server on this machine
 
-
-# downloads, from a server on this machine
-
-
-class Server:
-    """Serves {path: bytes} on loopback. A path may begin with what goes wrong: /half breaks off in
-    the middle, /flaky the first time alone, /stall falls silent there, /silent from the start,
-    /moved redirects to a page, /loop to itself, /length gives none that makes sense."""
-
-    def __init__(self, files):
-        self.asked = asked = []
-        self.closing = closing = threading.Event()
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                fault, name = self.path.rsplit("/", 1)
-                body = files.get(f"/{name}")
-                half = fault in ("/half", "/stall") or fault == "/flaky" and self.path not in asked
-                asked.append(self.path)
-                if fault == "/silent":
-                    return closing.wait(30)
-                if fault in ("/moved", "/loop"):
-                    self.send_response(302)
-                    self.send_header("location", "/bad.gz" if fault == "/moved" else self.path)
-                    return self.end_headers()
-                self.send_response(404 if body is None else 200)
-                length = "many" if fault == "/length" else str(len(body or b""))
-                self.send_header("content-length", length)
-                self.end_headers()
-                body = body or b""
-                self.wfile.write(body[: len(body) // 2] if half else body)
-                if fault == "/stall":
-                    closing.wait(30)
-
-            def log_message(self, *args):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def stop(self):
-        self.closing.set()
-        self.server.shutdown()
+BODY = b"good" * 1000
+GOOD = hashlib.sha256(BODY).hexdigest()
 
 
 @pytest.fixture
-def served():
-    server = Server({"/good.gz": b"good" * 1000, "/bad.gz": b"<html>moved</html>"})
+def server():
+    server = Server({"/good.gz": BODY, "/bad.gz": b"<html>moved</html>"})
     yield server
     server.stop()
 
 
-@pytest.fixture
-def server(served):
-    return served.url
+def test_a_file_that_is_there_is_used_and_nobody_is_asked(tmp_path, server):
+    (tmp_path / "good.gz").write_bytes(BODY)
+    assert fetch(str(tmp_path / "good.gz"), [f"{server.url}/good.gz"], GOOD) == BODY
+    assert server.asked == []
 
 
-GOOD = hashlib.sha256(b"good" * 1000).hexdigest()
+DAMAGE = {
+    "cut short": BODY[:-1],
+    "too long": BODY + b"g",
+    "bit flipped": b"gooe" + BODY[4:],
+    "a page": b"<html>not found</html>",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_file_that_is_not_the_published_one_is_named_in_one_line_and_left_alone(
+    tmp_path, server, kind
+):
+    path = tmp_path / "good.gz"
+    path.write_bytes(DAMAGE[kind])
+    with pytest.raises(UserError, match=r"^[^\n]*/good\.gz is not the published[^\n]*delete it"):
+        fetch(str(path), [f"{server.url}/good.gz"], GOOD)
+    assert path.read_bytes() == DAMAGE[kind] and server.asked == []
 
 
 def test_a_download_moves_on_from_bad_mirrors_and_arrives_whole(tmp_path, server):
     path = tmp_path / "new" / "good.gz"
-    urls = [
-        f"{server}/missing.gz",
-        f"{server}/bad.gz",
-        f"{server}/half/good.gz",
-        f"{server}/good.gz",
-    ]
-    data.download(urls, str(path), GOOD)
-    assert path.read_bytes() == b"good" * 1000
+    urls = [f"{server.url}{p}" for p in ("/none.gz", "/bad.gz", "/half/good.gz", "/good.gz")]
+    assert fetch(str(path), urls, GOOD) == BODY == path.read_bytes()
     assert os.listdir(path.parent) == ["good.gz"]
 
 
 def test_a_download_that_fails_everywhere_leaves_nothing_and_says_what_to_do(tmp_path, server):
-    path = tmp_path / "good.gz"
-    urls = [f"{server}/bad.gz", f"{server}/half/good.gz", "http://127.0.0.1:9/good.gz"]
-    with pytest.raises(DataError, match="^[^\n]*wrong content[^\n]*put the file there[^\n]*$"):
-        data.download(urls, str(path), GOOD)
+    urls = [f"{server.url}/bad.gz", f"{server.url}/half/good.gz", "http://127.0.0.1:9/good.gz"]
+    with pytest.raises(UserError, match="^[^\n]*wrong content[^\n]*put the file there[^\n]*$"):
+        fetch(str(tmp_path / "good.gz"), urls, GOOD)
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("fault", ("half", "stall", "silent", "moved", "loop", "missing"))
 def test_a_server_that_fails_is_asked_again_then_named_and_nothing_is_left(
-    tmp_path, served, fault, monkeypatch
+    tmp_path, server, fault, monkeypatch
 ):
     monkeypatch.setattr(data, "TIMEOUT", 0.2)
     name = "none.gz" if fault == "missing" else "good.gz"
     began = time.perf_counter()
-    with pytest.raises(DataError, match=f"^good.gz is not in [^\n]*/{fault}/{name}: [^\n]*$"):
-        data.download([f"{served.url}/{fault}/{name}"], str(tmp_path / "good.gz"), GOOD)
+    with pytest.raises(UserError, match=f"^good.gz is not in [^\n]*/{fault}/{name}: [^\n]*$"):
+        fetch(str(tmp_path / "good.gz"), [f"{server.url}/{fault}/{name}"], GOOD)
     assert time.perf_counter() - began < 5
-    assert served.asked.count(f"/{fault}/{name}") >= 2
+    assert server.asked.count(f"/{fault}/{name}") >= 2
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("fault", ("half", "stall", "silent", "moved", "loop"))
-def test_a_server_that_fails_gives_way_to_the_next(tmp_path, served, fault, monkeypatch):
+def test_a_server_that_fails_gives_way_to_the_next(tmp_path, server, fault, monkeypatch):
     monkeypatch.setattr(data, "TIMEOUT", 0.2)
-    urls = [f"{served.url}/{fault}/good.gz", f"{served.url}/good.gz"]
-    data.download(urls, str(tmp_path / "good.gz"), GOOD)
-    assert (tmp_path / "good.gz").read_bytes() == b"good" * 1000
+    urls = [f"{server.url}/{fault}/good.gz", f"{server.url}/good.gz"]
+    assert fetch(str(tmp_path / "good.gz"), urls, GOOD) == BODY
     assert os.listdir(tmp_path) == ["good.gz"]
 
 
 @pytest.mark.parametrize("fault", ("flaky", "length"))
-def test_a_server_that_fails_once_or_does_not_know_the_size_will_do(tmp_path, served, fault):
-    data.download([f"{served.url}/{fault}/good.gz"], str(tmp_path / "good.gz"), GOOD)
-    assert (tmp_path / "good.gz").read_bytes() == b"good" * 1000
+def test_a_server_that_fails_once_or_does_not_know_the_size_will_do(tmp_path, server, fault):
+    assert fetch(str(tmp_path / "good.gz"), [f"{server.url}/{fault}/good.gz"], GOOD) == BODY
+    assert (tmp_path / "good.gz").read_bytes() == BODY
 
 
-def test_a_file_that_another_download_has_begun_is_never_used(tmp_path, monkeypatch, served):
+def test_a_file_that_another_download_has_begun_is_never_used(tmp_path, monkeypatch, server):
     """What a killed process leaves behind has another name."""
     os.makedirs(tmp_path / "mnist")
     for name in data.MNIST_FILES:
         (tmp_path / "mnist" / f"{name}.gz.123.part").write_bytes(b"half")
-    monkeypatch.setattr(data, "MNIST_MIRRORS", (f"{served.url}/half/",))
-    with pytest.raises(DataError, match="train-images-idx3-ubyte.gz is not in"):
+    monkeypatch.setattr(data, "MNIST_MIRRORS", (f"{server.url}/half/",))
+    with pytest.raises(UserError, match="train-images-idx3-ubyte.gz is not in"):
         data.mnist(str(tmp_path))
 
 
-def test_a_data_dir_that_cannot_be_written_is_named(tmp_path):
+def test_a_data_dir_that_cannot_be_written_is_named_before_anything_is_downloaded(tmp_path, server):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="file/mnist/x.gz: cannot be written"):
-        data.download(["http://127.0.0.1:9/x"], str(tmp_path / "file" / "mnist" / "x.gz"), GOOD)
+    path = str(tmp_path / "file" / "mnist" / "good.gz")
+    with pytest.raises(UserError, match="file/mnist/good.gz: [^\n]*--data_dir$"):
+        fetch(path, [f"{server.url}/good.gz"], GOOD)
+    assert server.asked == []
+
+
+def test_a_cache_that_cannot_be_written_is_no_fault(tmp_path):
+    (tmp_path / "file").write_text("")
+    data.write_cache(str(tmp_path / "file" / "x.json"), "{}")
+    data.write_cache(str(tmp_path / "new" / "x.json"), "{}")
+    assert (tmp_path / "new" / "x.json").read_text() == "{}"
