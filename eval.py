@@ -150,17 +150,14 @@ def fid_score(model, data, inception, batch_size, device, n_workers=0):
     of the images are kept for next time."""
     noise = validation_noise(model, data.n_val, device=device)
 
-    def rounded(images):
-        return (data.unit(images).clamp(0, 1) * 255).round() / 255
-
     def images():
         for x, _ in data.val_batches(batch_size, n_workers=n_workers):
-            yield rounded(data.standardise(x))
+            yield data.unit(data.standardise(x))
 
     def reconstructions():
         for x, index in data.val_batches(batch_size, n_workers=n_workers):
             z = model.encode(data.standardise(x), noise=noise[index])
-            yield rounded(model.decode(z).mean)
+            yield data.unit(model.decode(z).mean)
 
     name = f"fid_{data.key()}_{fid.FID_SHA256[:8]}.pt"
     path = os.path.join(os.path.expanduser(CACHE_DIR), name)
@@ -258,7 +255,10 @@ def report(
 ):
     """Evaluate runs, write eval.json and pictures into each folder, print one table of all."""
     rows, configs, skipped = [], [], 0
-    inception = fid.load_inception(fid_weights, device) if fid_weights else None
+    try:
+        inception = fid.load_inception(fid_weights, device) if fid_weights else None
+    except ValueError as error:
+        raise UserError(error) from None
     for out_dir in out_dirs:
         model = load(out_dir, checkpoint, device)
         data = load_data(model, data_dir)

@@ -5,11 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import run, succeed
+from conftest import ROOT, run, succeed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
+from configurator import defaults
 
 
 class Largest(TorchDispatchMode):
@@ -27,13 +28,23 @@ class Largest(TorchDispatchMode):
 
 
 def flops(products):
-    """Of what bench.Products has seen: two per multiply-add."""
+    """Of the matrix products that bench.Products has recorded: two per multiply-add."""
     total = 0
     for (_, ((*batch, rows, inner), *_), (right, *_)), n in (
-        ((name, *shapes), n) for (name, shapes), n in products.seen.items()
+        ((name, *shapes), n) for (name, shapes), n in products.calls.items()
     ):
         total += 2 * n * torch.Size(batch).numel() * rows * inner * right[-1]
     return total
+
+
+@pytest.mark.parametrize("dataset", bench.BATCHES)
+def test_settings_are_those_of_train_py_and_the_config_files(dataset):
+    daps, rloo = bench.settings_of(dataset, "daps"), bench.settings_of(dataset, "rloo")
+    assert daps["dataset"] == dataset and daps["aligned"] is False  # the paper's networks
+    assert daps["vq_ema"] == defaults(f"{ROOT}/train.py")["vq_ema"]  # in no config file of DAPS
+    size = ("n_tokens", "vocab_size", "width", "n_layers", "n_samples")
+    assert [daps[key] for key in size] == [rloo[key] for key in size]
+    assert rloo["method"] == "rloo"  # also where there is no config file
 
 
 @pytest.mark.parametrize("method", ["daps", "daps_na", "gumbel", "vqvae"])
@@ -55,7 +66,7 @@ def test_the_roofline_of_convolutions_and_attention_can_be_replayed(dataset):
     products = bench.Products()
     with products:
         step()
-    assert {name for name, _ in products.seen} >= {"mm", "bmm", "convolution_backward"}
+    assert {name for name, _ in products.calls} >= {"mm", "bmm", "convolution_backward"}
     products.replay()()
 
 
@@ -64,7 +75,7 @@ def test_a_sampler_never_holds_logits_of_more_than_one_token():
     encoder, largest = bench.encoder_of(B, V), Largest()
     patches = torch.randn(N, B, 128)
     with largest:
-        encoder.sample(patches, K, torch.rand(N, K, B))
+        encoder.sample_codes(patches, K, torch.rand(N, K, B))
     one_token, cache = N * K * V, N * K * B * 128
     assert one_token <= largest.numel <= max(one_token, cache) < N * K * B * V
 
@@ -84,23 +95,24 @@ def test_a_step_of_daps_runs_every_network_once(monkeypatch):
 
     count(net.encoder.patch_encoder, "forward")
     count(net.decoder, "logits")
-    for name in ("sample", "step", "logits"):
+    count(net.encoder.blocks[0], "forward")
+    for name in ("sample_codes", "logits"):
         count(net.encoder, name)
     monkeypatch.setattr(bench.models, "token_kl", None)  # a KL that nobody asks for would crash
     step()
     assert calls == {
         ("PatchEncoder", "forward"): 1,
-        ("AutoregressiveEncoder", "sample"): 1,
-        ("AutoregressiveEncoder", "step"): 8,
+        ("AutoregressiveEncoder", "sample_codes"): 1,
         ("AutoregressiveEncoder", "logits"): 1,
+        ("CodeBlock", "forward"): 8 + 1,  # a token at a time, and all of them to score the code
         ("MLPDecoder", "logits"): 1,
     }
 
 
-def test_sampling_with_the_prefix_computed_anew_gives_the_same_codes():
+def test_sampling_with_the_prefix_recomputed_gives_the_same_codes():
     encoder = bench.encoder_of(16, 32)
     patches, noise = torch.randn(3, 16, 128), torch.rand(3, 4, 16)
-    ours = encoder.sample(patches, 4, noise)
+    ours = encoder.sample_codes(patches, 4, noise)
     assert torch.equal(ours, bench.sample_without_cache(encoder, patches, 4, noise))
 
 
@@ -111,7 +123,12 @@ def test_bench_prints_a_table_and_writes_its_numbers(tmp_path):
     numbers = json.loads(path.read_text())
     assert numbers["steps"]["mnist fsq"]["ratio"] > 0
     assert set(numbers["bar"]["mnist"]) == set(bench.PARTS)
-    assert "mnist fsq" in output and picture.exists()
+    assert "mnist fsq" in output and "drawn in" in output and picture.exists()
+
+
+def test_memory_of_a_step_is_what_it_adds_to_the_peak():
+    n_bytes = int(bench.peak_memory() + 64) * 2**20  # more than this process has ever held
+    assert bench.memory_of(lambda: torch.ones(n_bytes, dtype=torch.uint8)) > 60
 
 
 @pytest.mark.parametrize("words", [("--only=stairs",), ("--model=mars",), ("--n_threads=0",)])
