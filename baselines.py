@@ -219,7 +219,9 @@ class PPO(Method):
         if epoch == 0:
             self.z = self.encoder.sample_codes(patches, self.n_samples, noise)  # (N, K, B)
         log_px = self.decoder.log_prob(x, self.z)  # (N, K)
-        log_q, kl = self.encoder.score(patches, self.z, with_kl=True)  # (N, K) each
+        self.encoder.count(self.z)
+        scores = self.encoder.score(patches, self.z, with_kl=True)  # (N, K, B) each
+        log_q, kl = (t.sum(dim=-1) for t in scores)  # (N, K) each
         value = self.value(patches.detach().mean(dim=1))  # (N, 1), in units of reward_std
         if epoch == 0:
             rewards = gather_batch(log_px)

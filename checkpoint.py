@@ -24,9 +24,10 @@ except ImportError:  # Windows
 
 
 def write(path, content):
-    """Write text or bytes to path: whole, or not at all."""
+    """Write text or bytes to path, in a folder made if need be: whole, or not at all."""
     part = f"{path}.{secrets.token_hex(4)}.part"
     try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with open(part, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
@@ -51,8 +52,8 @@ def as_bytes(save, content, *options):
     return buffer.getvalue()
 
 
-def load_checkpoint(path):
-    """The content of a checkpoint, on the CPU."""
+def load_checkpoint(path, needs=()):
+    """The content of a checkpoint, on the CPU, which must hold what is needed of it."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -60,8 +61,8 @@ def load_checkpoint(path):
     except Exception as error:  # what a damaged file makes torch raise is not documented
         reason = str(error).split("\n")[0] or type(error).__name__
         raise UserError(f"{path} is not a readable checkpoint ({reason})") from None
-    if not isinstance(saved, dict) or not {"config", "step", "model"} <= saved.keys():
-        raise UserError(f"{path} is not a checkpoint of this project")
+    if not isinstance(saved, dict) or not {"config", "step", "model", *needs} <= saved.keys():
+        raise UserError(f"{path} is not a checkpoint of this version")
     return saved
 
 
@@ -165,13 +166,14 @@ def setup_device(device):
     """Make a device ready for use, or say in one line why it is not: "cpu", "cuda", "cuda:1".
     Returns its name; that of a GPU has an index.
     """
+    wanted = device
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # one for each process of torchrun
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"device is {device!r}, which cannot be used here ({reason})") from None
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # one for each process of torchrun
+        raise UserError(f"device is {wanted!r}, which cannot be used here ({reason})") from None
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32

@@ -44,7 +44,8 @@ def explain(kind, error, trace):
     else:
         return sys.__excepthook__(kind, error, trace)
     rank = int(os.environ.get("RANK", 0))  # set by torchrun
-    print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr, flush=True)
+    # Not sys.stderr: torch.distributed calls this hook with a buffer there, which an exit loses.
+    print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.__stderr__, flush=True)
     sys.exit(2)
 
 

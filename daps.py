@@ -1,16 +1,14 @@
 """DAPS: Discrete Autoencoding via Policy Search (Drolet et al., ICLR 2026), in one file.
 
-The choice of a discrete token has no derivative, so an autoencoder with a discrete code z cannot be
-trained by back-propagation alone. DAPS treats the encoder q(z|x) as a policy and the decoder's
-log p(x|z) as its reward:
+The choice of a discrete token has no derivative. DAPS treats the encoder q(z|x) as a policy and the
+decoder's log p(x|z) as its reward:
 
     1. sample K codes per example from q
     2. weight them by q*/q, where q* maximises reward + entropy in a trust region around q (eq. 5)
     3. imitate: maximise sum_k w_k log q(z_k|x), weighted maximum likelihood (eq. 6)
 
 How boldly the weights favour the best codes is set by one number, eta, chosen such that the
-effective sample size of the K weights meets a target. Nothing is relaxed, and no gradient passes
-through sampling.
+effective sample size of the K weights meets a target. No gradient passes through sampling.
 
 Copy this file into your project: it needs torch and nothing else. `python daps.py` shows it work.
 
@@ -30,15 +28,13 @@ ETA_MIN, ETA_MAX = 1e-6, 1e10
 def log_weights(reward, log_q, eta, beta):
     """Normalised log importance weights log(q*/q) of K codes drawn from q: (N, K) float32.
 
-    reward  (N, K)  log p(x|z) in nats, summed over everything in x
-    log_q   (N, K)  log q(z|x), summed over tokens
-    No gradient flows to reward and log_q; it does to an eta that asks for it.
+    reward (N, K) is log p(x|z) in nats, log_q (N, K) is log q(z|x). No gradient flows to them; it
+    does to an eta that asks for it. With credit per token, all are (N, K, B).
     """
     # eq. (5): q* is proportional to q exp((A - beta log q) / (eta + beta)). The codes were drawn
     # from q, so q*/q is all that is left. The paper's A is the reward minus a log-sum-exp over K,
-    # which is constant per x and cancels when we normalise, as the uniform prior does. We subtract
-    # the best reward, which cancels as well, lest small differences of large rewards be rounded
-    # away. An infinite reward counts as a large one: no difference of infinities, no NaN.
+    # constant per x, which cancels when we normalise. So does the best reward, which we subtract
+    # lest small differences of large rewards be rounded away. Infinite rewards count as large.
     reward, log_q = reward.detach().float().clamp(-1e20, 1e20), log_q.detach().float()
     score = reward - reward.amax(dim=1, keepdim=True) - beta * log_q
     return (score / (eta + beta)).log_softmax(dim=1)
@@ -47,8 +43,8 @@ def log_weights(reward, log_q, eta, beta):
 def ess_ratio(log_w):
     """Effective sample size of normalised weights, as a share of K: (N, K) -> (N,) in [1/K, 1].
 
-    It is 1 / (K sum_k w_k^2) and tends to exp(-D2(q*||q)) as K grows. KL <= D2, so a target for
-    this ratio bounds the step from q to q* in KL.
+    1 / (K sum_k w_k^2) tends to exp(-D2(q*||q)) as K grows, and KL <= D2: a target for it bounds
+    the step from q to q* in KL.
     """
     return torch.exp(-torch.logsumexp(2 * log_w, dim=1)) / log_w.size(1)
 
@@ -57,8 +53,8 @@ def ess_ratio(log_w):
 def solve_eta(reward, log_q, beta, ess_target):
     """The eta at which the batch mean of the ESS ratio meets ess_target: a float32 scalar.
 
-    For every x the ratio rises with eta, so bisection on log eta finds it, or the end of the range
-    if the target lies outside. Nothing branches on data, so no GPU waits.
+    The ratio rises with eta, so bisection on log eta finds it, or an end of the range. Nothing
+    branches on data, so no GPU waits.
     """
     low, high = (reward.new_full((), math.log(e), dtype=torch.float32) for e in (ETA_MIN, ETA_MAX))
     for _ in range(32):
@@ -89,8 +85,14 @@ class DAPS(nn.Module):
     encoder(x, n_samples, with_kl=True) -> z, log_q, kl (N, K), and decoder(z) -> a distribution
     over x. Other keywords given to forward() and encode() go to the encoder.
 
-    Where torch.distributed is in use, all processes must call forward() together and with the
-    same N: eta and ess are those of the whole batch, the other metrics those of this process.
+    Credit per token (ours, not the paper's): both may give one number per token, (N, K, B), if
+    decoder.credit(log_px) turns log p of each token's own place in x into that of a window around
+    it, by which alone the token is then weighted. If q factorises and the window covers all that a
+    token can change, what is dropped does not depend on the token: as eta grows, the gradient is
+    the same on average, with less variance. A smaller window or an autoregressive q: biased.
+
+    Under torch.distributed, all processes call forward() together and with the same N: eta and ess
+    are those of the whole batch, the other metrics those of this process.
 
     eta_update  "solve": exact on every batch. "gradient": the paper's, a gradient step on
                 (ESS ratio - target)^2 by the parameter log_eta; give it lr 1e-3 and no decay.
@@ -111,8 +113,8 @@ class DAPS(nn.Module):
         if eta_update not in ("solve", "gradient"):
             raise ValueError(f"eta_update is {eta_update!r}, must be 'solve' or 'gradient'")
         self.encoder, self.decoder = encoder, decoder
-        self.n_samples, self.ess_target, self.eta_update = n_samples, ess_target, eta_update
-        self.centred = centred
+        self.n_samples, self.ess_target = n_samples, ess_target
+        self.eta_update, self.centred = eta_update, centred
         log_eta = torch.tensor(math.log(100.0))  # where the authors start
         self.log_eta = nn.Parameter(log_eta, requires_grad=eta_update == "gradient")
 
@@ -125,21 +127,24 @@ class DAPS(nn.Module):
         z, log_q = self.encoder(x, self.n_samples, **encoder_options)  # (N, K, B), (N, K)
         log_px = self.decoder.log_prob(x, z)  # (N, K)
         log_q, log_px = log_q.float(), log_px.float()  # in bf16, -5010 and -5016 are one number
-
+        reward, per_token = log_px.detach(), log_q.dim() == 3
+        if per_token:
+            reward = self.decoder.credit(reward)  # (N, K, B), and so is all up to the loss
         # One eta for the whole batch, also when several processes share it.
-        batch = gather_batch(log_px), gather_batch(log_q)  # (N of all, K) each
+        batch = gather_batch(reward), gather_batch(log_q)  # (N of all, K) each
         if self.eta_update == "solve":
             self.log_eta.data.copy_(solve_eta(*batch, beta, self.ess_target).log())
         eta = self.log_eta.exp()
         ess = ess_ratio(log_weights(*batch, eta, beta)).mean()
-        w = log_weights(log_px, log_q, eta, beta).exp().detach()  # (N, K)
+        w = log_weights(reward, log_q, eta, beta).exp().detach()  # (N, K)
 
-        # Losses on disjoint sets of parameters, so that their sum can take one backward pass.
-        # Encoder, eq. (6); centred is ours, not the paper's. The codes were drawn from q, so the
-        # gradient of their mean log q is zero on average: 1 / K off each weight takes off nothing
-        # but its noise, a share of about ESS / K of the whole variance.
+        # Losses on disjoint sets of parameters: their sum takes one backward pass. Encoder, eq. 6.
+        # The codes are drawn from q, so the gradient of their mean log q is zero on average: 1 / K
+        # off each weight (ours) takes off noise alone, about ESS / K of the whole variance.
         w = w - 1 / self.n_samples if self.centred else w
-        loss = -(w * log_q).sum(dim=1).mean()
+        loss = -(w * log_q).flatten(1).sum(dim=1).mean()
+        if per_token:
+            log_q, log_px = log_q.sum(dim=2), log_px.sum(dim=2)  # of whole codes
         loss = loss - log_px.mean()  # decoder, eq. (7)
         if self.eta_update == "gradient":
             loss = loss + (ess - self.ess_target) ** 2
@@ -151,8 +156,7 @@ class DAPS(nn.Module):
 
     @torch.no_grad()
     def encode(self, x, with_kl=False, **encoder_options):
-        """One code per example, drawn from q: (N, B) int64. With its KL to the uniform prior, (N,),
-        exact per token given the tokens before it, if that is asked for."""
+        """One code per example, (N, B) int64, drawn from q; with_kl: and KL to the prior, (N,)."""
         if not with_kl:
             return self.encoder.sample(x, 1, **encoder_options).squeeze(1)
         z, _, kl = self.encoder(x, 1, with_kl=True, **encoder_options)

@@ -221,7 +221,7 @@ def uniform_noise(stream, seed, step, batch_size, shape, rank=0, world_size=1, d
     j = torch.arange(math.prod(shape), dtype=torch.int32, device=device)
     a, b = mix(mix(i ^ k[0]) + k[1]), mix(mix(i ^ k[2]) + k[3])  # two random words per example
     h = mix(mix(j ^ a).add_(b))
-    return h.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().div_(2**24).view(-1, *shape)
+    return h.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().div_(2**24).view(len(i), *shape)
 
 
 def mix(h):
@@ -341,8 +341,7 @@ def cache_path(name):
 
 def write_cache(path, content):
     """Keep text or bytes for next time; that they cannot be kept is no fault."""
-    with suppress(OSError, UserError):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+    with suppress(UserError):
         write(path, content)
 
 

@@ -35,7 +35,7 @@ def load(out_dir, checkpoint="best", device="cpu"):
     """The trained model of a run, ready for use; its settings are in model.config. What it takes
     and gives is standardised: x = (pixels - model.data_mean) / model.data_std."""
     path = os.path.join(out_dir, f"{checkpoint}.pt")
-    saved = load_checkpoint(path)
+    saved = load_checkpoint(path, ("data_mean", "data_std", "x_shape", "seconds"))
     model = build_model(saved["config"], saved["x_shape"])
     restore(path, saved, model=model)
     for key in ("data_mean", "data_std"):
@@ -300,7 +300,6 @@ def report(
     print("pictures in each folder: reconstructions.png, samples.png, codes.png, curves.png")
     if len(out_dirs) > 1:
         logs = {summary(g)["run"]: [read_log(log_path(row["run"])) for row in g] for g in groups}
-        os.makedirs(os.path.dirname(curves) or ".", exist_ok=True)
         save_picture(curves, draw_curves(logs))
         print(f"curves of all runs: {curves}")
     return rows

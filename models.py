@@ -12,7 +12,8 @@ A recognition model ("encoder") offers
     encoder.n_tokens, encoder.vocab_size
 where noise (N, K, B), uniform in [0, 1), decides every token, so that a sample is a pure function
 of x and noise. A generative model ("decoder") offers
-    decoder.log_prob(x, z) -> (N, K) float32 with gradient, for z (N, K, B)
+    decoder.log_prob(x, z) -> (N, K) float32 with gradient, for z (N, K, B); if decoder.window is
+                              set, (N, K, B): log p of each token's own place, see daps.py
     decoder(z)             -> a torch distribution over x, for z (..., B)
 
 build_model, at the bottom, makes a method with its networks from the settings of a run.
@@ -29,7 +30,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Relaxed
-from daps import DAPS
+from daps import DAPS, gather_batch
 
 
 def draw(logits, u):
@@ -276,7 +277,44 @@ class PatchEncoder(nn.Module):
         self.input_std.fill_(std)
 
 
-class AutoregressiveEncoder(nn.Module):
+class TokenEncoder(nn.Module):
+    """What recognition models with a distribution over tokens share.
+
+    per_token  log_q is (N, K, B), one number per token, instead of their sum (N, K)
+    counting   count in `usage` (V,) how often each value is drawn, over all processes
+    """
+
+    def __init__(self, n_tokens, vocab_size):
+        super().__init__()
+        self.n_tokens, self.vocab_size = n_tokens, vocab_size
+        self.per_token = self.counting = False
+        self.register_buffer("usage", torch.zeros(vocab_size, dtype=torch.long))
+
+    @torch.compiler.disable
+    def count(self, z):
+        if self.counting and self.training:
+            z = gather_batch(z).flatten()
+            self.usage.index_add_(0, z, torch.ones_like(z))
+
+
+class TiedHead(nn.Module):
+    """Logits of the V values as products with their vectors in the decoder, whose table gets no
+    gradient from here: what is learned of one value serves those that decode alike. Ours, not the
+    paper's."""
+
+    def __init__(self, width, table):
+        super().__init__()
+        self.table = [table]  # in a list: the decoder's, not a part of this module
+        self.query = nn.Linear(width, width)
+        self.bias = nn.Parameter(torch.zeros(table.num_embeddings))
+        init_weights(self, embedding_std=0)
+
+    def forward(self, h):
+        table = self.table[0].weight.detach()  # (V, H)
+        return self.query(h) @ table.T * table.size(1) ** -0.5 + self.bias
+
+
+class AutoregressiveEncoder(TokenEncoder):
     """q(z|x) = prod_t q(z_t | z_<t, x): an encoder over patches, a causal decoder over tokens.
 
     aligned: the decoder's input at step t also holds the patch encoder's output at position t, so
@@ -286,9 +324,8 @@ class AutoregressiveEncoder(nn.Module):
     """
 
     def __init__(self, x_shape, n_tokens, vocab_size, *size, aligned=False, recompute=0):
-        super().__init__()
+        super().__init__(n_tokens, vocab_size)
         width, n_heads, n_layers, mlp_ratio = size
-        self.n_tokens, self.vocab_size = n_tokens, vocab_size
         self.aligned, self.recompute = aligned, recompute
         self.chunk = 1  # tokens by which the sampler's view of its cache grows
         self.compile_options, self.static_samplers = None, {}  # see compile_sampler
@@ -305,7 +342,9 @@ class AutoregressiveEncoder(nn.Module):
     def forward(self, x, n_samples, noise=None, with_kl=False):
         patches = self.patch_encoder(x)  # (N, P, H)
         z = self.sample_codes(patches, n_samples, noise)  # (N, K, B)
-        return z, *self.score(patches, z, with_kl)
+        self.count(z)
+        log_q, *kl = self.score(patches, z, with_kl)
+        return z, log_q if self.per_token else log_q.sum(dim=-1), *(t.sum(dim=-1) for t in kl)
 
     def sample(self, x, n_samples, noise=None):
         return self.sample_codes(self.patch_encoder(x), n_samples, noise)
@@ -361,14 +400,12 @@ class AutoregressiveEncoder(nn.Module):
 
     def score(self, patches, z, with_kl=False):
         """log q of codes z (N, K, B), and the exact KL along them if asked for, by teacher forcing:
-        one or two of (N, K) float32, with gradient."""
+        one or two of (N, K, B) float32, with gradient."""
 
         def score(patches, z):
             logits = self.logits(patches, z)  # (N, K, B, V)
-            scores = [token_log_prob(logits, z).sum(dim=-1)]  # (N, K)
-            if with_kl:
-                scores.append(token_kl(logits).sum(dim=-1))
-            return torch.stack(scores)  # (1 or 2, N, K)
+            scores = [token_log_prob(logits, z), *([token_kl(logits)] if with_kl else [])]
+            return torch.stack(scores)  # (1 or 2, N, K, B)
 
         if not self.recompute:
             return score(patches, z).unbind()
@@ -401,7 +438,9 @@ class AutoregressiveEncoder(nn.Module):
             all_logits.append(self.head(self.norm(h)).flatten(0, 2).float())  # (N, V)
             all_y.append(choose(all_logits[-1], t))  # (N, V)
             token = all_y[-1] @ self.embed.weight[:-1]
-        return torch.stack(all_y, dim=1), torch.stack(all_logits, dim=1)
+        y = torch.stack(all_y, dim=1)
+        self.count(y.argmax(dim=-1))
+        return y, torch.stack(all_logits, dim=1)
 
 
 class StaticSampler(nn.Module):
@@ -421,10 +460,12 @@ class StaticSampler(nn.Module):
         N, K, B = noise.shape
         self.chunk = chunk
         parts = nn.ModuleList([encoder.embed, encoder.blocks, encoder.norm, encoder.head])
+        parts.extend(getattr(encoder.head, "table", []))
         self.source = list(parts.parameters())
-        self.embed, self.blocks, self.norm, self.head = copy.deepcopy(parts).requires_grad_(False)
+        self.parts = copy.deepcopy(parts).requires_grad_(False)
+        self.embed, self.blocks, self.norm, self.head, *tables = self.parts
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) or module in tables:
                 module.to(memory[0][0].dtype)
         # One token longer than needed: a window that is the whole cache would be compiled apart.
         self.caches = nn.ModuleList(KVCache(N * K, B + 1, like=k) for k, _ in memory)
@@ -463,12 +504,11 @@ class StaticSampler(nn.Module):
         self.z.index_copy_(2, self.t, token)
 
 
-class OnePassEncoder(nn.Module):
+class OnePassEncoder(TokenEncoder):
     """q(z|x) = prod_t q(z_t | x), the paper's "NA": blocks over patches, one token per position."""
 
     def __init__(self, x_shape, n_tokens, vocab_size, width, *size):
-        super().__init__()
-        self.n_tokens, self.vocab_size = n_tokens, vocab_size
+        super().__init__(n_tokens, vocab_size)
         self.patch_encoder = PatchEncoder(x_shape, n_tokens, width, *size)
         self.head = nn.Linear(width, vocab_size)
         init_weights(self, embedding_std=width**-0.5)
@@ -478,8 +518,10 @@ class OnePassEncoder(nn.Module):
         if noise is None:
             noise = uniform_like(logits, logits.size(0), n_samples, self.n_tokens)
         z = draw(logits.detach(), noise.transpose(1, 2).contiguous())  # (N, B, K)
-        log_q = logits.log_softmax(dim=-1).gather(2, z).sum(dim=1)  # (N, K)
+        log_q = logits.log_softmax(dim=-1).gather(2, z)  # (N, B, K)
+        log_q = log_q.transpose(1, 2) if self.per_token else log_q.sum(dim=1)  # (N, K, B) or (N, K)
         z = z.transpose(1, 2)  # (N, K, B)
+        self.count(z)
         return (z, log_q, token_kl(logits).sum(dim=1, keepdim=True)) if with_kl else (z, log_q)
 
     def sample(self, x, n_samples, noise=None):
@@ -488,7 +530,9 @@ class OnePassEncoder(nn.Module):
     def relaxed(self, x, choose):
         """As in AutoregressiveEncoder, with one choice for all tokens: t is slice(None)."""
         logits = self.head(self.patch_encoder(x)).float()  # (N, B, V)
-        return choose(logits, slice(None)), logits
+        y = choose(logits, slice(None))
+        self.count(y.argmax(dim=-1))
+        return y, logits
 
 
 class VectorEncoder(nn.Module):
@@ -515,6 +559,8 @@ class Decoder(nn.Module):
     A code is given as tokens (..., B) int64, as one-hot rows with gradient (..., B, V), or, if
     there is no table of embeddings (vocab_size = 0), as vectors (..., B, H).
     """
+
+    window = 0  # of credit per token: side, in places of tokens; 0: of whole codes
 
     def __init__(self, vocab_size, width):
         super().__init__()
@@ -660,7 +706,17 @@ class ResNetDecoder(Decoder):
         return mean, log_var.clamp(*self.LOG_VAR)
 
     def log_prob(self, x, z):
-        return gaussian_log_prob(x.unsqueeze(1), *self.moments(z)).flatten(2).sum(dim=-1)  # (N, K)
+        log_px = gaussian_log_prob(x.unsqueeze(1), *self.moments(z))  # (N, K, C, height, width)
+        if not self.window:
+            return log_px.flatten(2).sum(dim=-1)  # (N, K)
+        patch = log_px.size(-1) // self.side
+        return F.avg_pool2d(log_px.sum(dim=2), patch).flatten(2) * patch**2  # (N, K, B)
+
+    def credit(self, log_px):
+        """log p of each token's own place (N, K, B) -> log p of the window around it."""
+        log_px = log_px.unflatten(2, (self.side, self.side))
+        window = F.avg_pool2d(log_px, self.window, stride=1, padding=self.window // 2)
+        return window.flatten(2) * self.window**2
 
     def forward(self, z):
         mean, log_var = self.moments(z)
@@ -700,12 +756,18 @@ class MotionDecoder(Decoder):
     def log_prob(self, x, z):
         mean = self.mean(z)  # (N, K, frames, features)
         log_var = mean.new_full((), math.log(self.VARIANCE))
-        return gaussian_log_prob(x.unsqueeze(1), mean, log_var).flatten(2).sum(dim=-1)
+        log_px = gaussian_log_prob(x.unsqueeze(1), mean, log_var)  # (N, K, frames, features)
+        if not self.window:
+            return log_px.flatten(2).sum(dim=-1)  # (N, K)
+        return log_px.sum(dim=-1).repeat_interleave(2, dim=2) / 2  # (N, K, B): two tokens a frame
+
+    def credit(self, log_px):
+        return F.avg_pool1d(log_px, self.window, 1, padding=self.window // 2) * self.window
 
     def forward(self, z):
         mean = self.mean(z)
-        normal = torch.distributions.Normal(mean, self.VARIANCE**0.5, validate_args=False)
-        return independent(normal, 2)
+        std = mean.new_full((), self.VARIANCE**0.5)  # made there: no GPU waits
+        return independent(torch.distributions.Normal(mean, std, validate_args=False), 2)
 
 
 class ResNetEncoder(nn.Module):
@@ -803,7 +865,45 @@ def build_model(settings, x_shape):
         decoder = MotionDecoder(*code, s["n_heads"], s["decoder_layers"], s["mlp_ratio"])
     else:
         decoder = ResNetDecoder(*code) if x_shape[0] == 3 else MLPDecoder(*code)
+    if s["tied"] and method not in VECTORS:
+        encoder.head = TiedHead(s["width"], decoder.embed)
+    if s["credit_window"] and method in ("daps", "daps_na") and hasattr(decoder, "credit"):
+        encoder.per_token, decoder.window = True, s["credit_window"]
     return METHODS[method](encoder, decoder, s)
+
+
+@torch.no_grad()
+def split_values(model, optimizer, generator, rare=0.05, noise=0.2):
+    """Turn values that the encoder hardly draws into copies of busy ones; how many there were.
+
+    A value that drops out early would never come back: the encoder does not draw it, so the decoder
+    does not learn it, so it is bad when drawn. Each value used less than `rare` of an even share
+    becomes a copy of a busy one, whose probability the copies share: q over merged values and
+    log p(x|z) stay what they were, but for noise on the decoder's vectors, in units of the table's
+    deviation, from which the copies grow apart. Optimizer moments are copied along.
+    """
+    encoder, table = model.encoder, model.decoder.embed.weight
+    count, V = encoder.usage.tolist(), encoder.vocab_size
+    dead = [v for v in range(V) if count[v] < rare * sum(count) / V]
+    source, copies = list(range(V)), [1] * V
+    for v in dead:
+        source[v] = u = max(range(V), key=lambda i: count[i] / copies[i])
+        copies[u] += 1
+    encoder.usage.zero_()
+    scale = noise * table.std()
+    source = torch.tensor(source, device=table.device)
+    copies = torch.tensor(copies, device=table.device)[source]
+    tables = [encoder.head.bias, table, getattr(encoder.head, "weight", None)]
+    tables.append(encoder.embed.weight if hasattr(encoder, "embed") else None)
+    for t in tables:
+        state = optimizer.state.get(t, {})
+        for rows in (t, state.get("exp_avg"), state.get("exp_avg_sq")):
+            if rows is not None:
+                rows[:V] = rows[source]
+    encoder.head.bias.sub_(copies.log())
+    extra = torch.randn(len(dead), table.size(1), generator=generator).to(table.device)
+    table[dead] += scale * extra
+    return len(dead)
 
 
 def n_parameters(model):

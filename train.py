@@ -18,6 +18,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 
 import torch
@@ -40,7 +41,7 @@ from checkpoint import (
 from configurator import UserError, configure
 from data import DATA_DIR, DATASETS, TRAIN_NOISE, example_shape, load_dataset, uniform_noise
 from eval import evaluate, one_line, report
-from models import AUTOREGRESSIVE, METHODS, VECTORS, build_model, n_parameters
+from models import AUTOREGRESSIVE, METHODS, VECTORS, build_model, n_parameters, split_values
 
 # ---------------------------------------------------------------------------------------------
 # Settings. Files and --key=value on the command line override them; --help lists them.
@@ -62,12 +63,15 @@ n_layers = 1  # transformer blocks, per side where there are two (autoregressive
 mlp_ratio = 4  # hidden width of a block's MLP over H
 decoder_layers = 2  # lafan: transformer blocks of the decoder
 resnet_encoder = False  # vqvae, fsq, gaussian in colour: convolutions instead of a transformer
+tied = True  # logits are products with the decoder's vectors; False: a table of their own
 aligned = True  # autoregressive: the query of token t also sees patch t; one-pass methods always do
 # the estimator
 n_samples = 8  # K, codes sampled per example
 ess_target = 0.33  # effective sample size of the K weights, over K
 eta_update = "solve"  # solve: exact on every batch; gradient: the paper's step on log eta
 centred = True  # daps: take 1 / K off the weights; False: eq. (6) as printed
+credit_window = 3  # daps, decoders with places: a token's reward is of so many around it; 0: all
+split_interval = 50  # steps after which values that are hardly used copy busy ones; 0: off
 beta_init = 0.5  # weight of the KL to the prior at the first step
 beta_final = 0.01  # and at the last; exponential in between
 # the other estimators
@@ -126,7 +130,7 @@ for wanted, holds, names in (
         "zero or more",
         lambda value: value >= 0,
         "beta_init beta_final commitment recompute n_workers eval_examples lr_final warmup_steps "
-        "weight_decay grad_clip seed",
+        "weight_decay grad_clip seed credit_window split_interval",
     ),
     ("cosine or constant", lambda value: value in ("cosine", "constant"), "lr_schedule"),
     ("float32 or bfloat16", lambda value: value in ("float32", "bfloat16"), "dtype"),
@@ -140,6 +144,7 @@ shares = world_size * accumulate
 scores_codes = method in ("daps", "rloo", "ppo")
 for key, holds, wanted in (
     ("beta_init", (beta_init > 0) == (beta_final > 0), "positive if beta_final is, else zero"),
+    ("credit_window", credit_window % 2 or not credit_window, "odd, or zero for whole codes"),
     ("lr_final", lr_final <= lr, f"at most lr = {lr}"),
     ("lr_final", lr_final == 0 or lr_schedule == "cosine", "0 for a constant rate"),
     ("accumulate", accumulate == 1 or method != "ppo", "1 for ppo, which returns to its batch"),
@@ -186,10 +191,10 @@ autocast = torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bfloat1
 # a new max_steps stretches the schedules).
 may_differ = {"out_dir", "data_dir", "resume", "overwrite", "max_steps", "eval_interval"}
 may_differ |= {"log_interval", "wandb_log", "device", "dtype", "use_compile", "n_workers"}
-may_differ |= {"recompute"}
+may_differ |= {"recompute", "cuda_graphs"}
 saved = None
 if resume and os.path.exists(last_path):
-    saved = load_checkpoint(last_path)
+    saved = load_checkpoint(last_path, ("optimizer", "n_split", "data_mean"))
     check_same_run(out_dir, settings, saved["config"], may_differ)
     if saved["step"] > max_steps:
         found = f"{out_dir} is at step {saved['step']}"
@@ -217,7 +222,7 @@ optimizer = torch.optim.AdamW(
     lr=lr,
     fused=True,
 )
-progress = {"step": 0, "best": -math.inf, "skipped": 0, "seconds": 0.0}
+progress = {"step": 0, "best": -math.inf, "skipped": 0, "n_split": 0, "seconds": 0.0}
 if saved:
     restore(last_path, saved, model=raw_model, optimizer=optimizer)
     progress = {key: saved[key] for key in progress}
@@ -234,11 +239,16 @@ if world_size > 1:  # processes that start from different places would train non
             if repr(views[0][key]) != repr(other[key]):
                 difference = f"{views[0][key]} and {other[key]}"
                 raise UserError(f"the processes disagree on {key}: {difference}")
+splits = split_interval > 0 and method not in VECTORS
+if splits:
+    raw_model.encoder.counting = True
 if use_compile and method not in ("gumbel", "grmck"):  # whose loops over tokens would be unrolled
     raw_model.compile()
     if method in AUTOREGRESSIVE:
         raw_model.encoder.compile_sampler(cuda_graphs=cuda_graphs)
-# DDP would cut compiled code in two to send some gradients early. Buffers are equal on all ranks.
+# DDP would cut compiled code in two to send some gradients early. Buffers are equal on all ranks;
+# torch 2.13 has another name for that setting, which older ones do not know.
+warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")
 torch._dynamo.config.optimize_ddp = False
 model = raw_model
 if world_size > 1:
@@ -344,6 +354,10 @@ while step < max_steps:
         found = f"non-finite gradients in {max_skipped} steps up to {step}"
         raise UserError(f"{found}; try a lower --lr")
 
+    if splits and step % split_interval == 0 and step <= 0.8 * max_steps:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        progress["n_split"] += split_values(raw_model, optimizer, generator)
+
     if step % log_interval == 0 or step == max_steps:
         values = torch.stack(rows).mean(dim=0)
         if world_size > 1:
@@ -351,7 +365,8 @@ while step < max_steps:
             values /= world_size
         if is_main:
             row = dict(zip(["loss", *metrics], values.tolist(), strict=True))
-            log("train", row | dict(lr=rate, grad_norm=grad_norm, skipped=progress["skipped"]))
+            counters = {key: progress[key] for key in ("skipped", "n_split")}
+            log("train", row | dict(lr=rate, grad_norm=grad_norm) | counters)
             shown = ("reward", "kl", "ess", "eta", "beta")
             bar.set_postfix({key: f"{row[key]:.4g}" for key in shown if key in row})
 

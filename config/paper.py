@@ -1,12 +1,16 @@
 """python train.py config/mnist_daps.py config/paper.py --out_dir=out/mnist_daps_paper
 
 The paper's choice wherever ours differs, on top of another config: Algorithm 1 as printed, with
-weights that are not centred, a gradient step on eta, plain queries, a codebook trained by gradient.
-tests/test_daps.py holds a step with it against a transcription of Algorithm 1.
+weights that are not centred, a gradient step on eta, plain queries, logits from a table of their
+own, one weight per code, no splitting of values, a codebook trained by gradient.
+tests/test_paper.py holds a step with it against a transcription of Algorithm 1.
 """
 
 eta_update = "gradient"
 centred = False
 aligned = False
+tied = False
+credit_window = 0
+split_interval = 0
 vq_ema = False
 ppo_epochs = 1

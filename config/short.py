@@ -2,7 +2,7 @@
 
 On top of a run: a budget of 3,000 steps, with the learning rate that so few steps take.
 Runs on other data sets also want --batch_size=32 --lr=2e-3 --eval_examples=1000. The short-budget
-tables in the README add config/aligned.py.
+tables in the README add config/ours.py.
 Paper: nothing this short, and nothing at this learning rate.
 Hardware: two CPU cores; about 8 minutes with config/mnist_daps.py, 3 with config/mnist_daps_na.py.
 """

@@ -1,4 +1,4 @@
-"""The estimator's numbers on extremes, against float64; and long codes in float32 and bfloat16."""
+"""The estimator's numbers on extremes, against float64."""
 
 import math
 
@@ -7,13 +7,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_models import stepwise_log_prob
 
 from daps import ETA_MAX, ETA_MIN, ess_ratio, log_weights, solve_eta
-from models import AutoregressiveEncoder
 
 EPS = 2.0**-23  # of float32
-many = settings(derandomize=True, database=None, deadline=None, max_examples=500)
+many = settings(derandomize=True, database=None, deadline=None, max_examples=250)
 numbers = st.floats(-1e6, 1e6, width=32)
 rewards = st.one_of(numbers, st.sampled_from((-1e6, 1e6, 0.0, -math.inf)))
 log_qs = st.floats(-10_000, 0, width=32)
@@ -106,20 +104,3 @@ def test_a_reward_that_is_not_a_number_shows_in_the_weights():
     """It must not be hidden: the step that it spoils is skipped."""
     reward = torch.tensor([[1.0, math.nan], [1.0, 2.0]])
     assert log_weights(reward, torch.zeros(2, 2), 1.0, 0.1).isnan().any(dim=1).tolist() == [1, 0]
-
-
-@pytest.mark.parametrize("aligned", (False, True))
-@pytest.mark.parametrize("dtype, bound", [("float32", 0.002), ("bfloat16", 1.0)])
-def test_codes_of_1024_tokens_are_scored_as_they_are_sampled(aligned, dtype, bound):
-    """log q of a code, the sum of 1,024 terms, by the cached sampler and by teacher forcing.
-    It is near -3,000, where float32 has steps of 0.00024; we measure 0.0005 and 0.4."""
-    torch.manual_seed(0)
-    model = AutoregressiveEncoder((3, 64, 64), 1024, 64, 32, 2, 2, 2, aligned=aligned)
-    with torch.no_grad():
-        model.head.weight.mul_(2)  # probabilities that are far from uniform
-    x, noise = torch.rand(2, 3, 64, 64), torch.rand(2, 2, 1024)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-        z, log_q = model(x, 2, noise)
-        sampled = stepwise_log_prob(model, x, z, noise)
-    assert log_q.dtype == sampled.dtype == torch.float32
-    torch.testing.assert_close(sampled, log_q, atol=bound, rtol=0)

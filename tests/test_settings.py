@@ -1,55 +1,24 @@
-"""Every setting of train.py does what it says; what makes no sense is refused before any work."""
+"""Every setting of train.py does what it says; what makes no sense is refused before any work.
 
-import contextlib
-import io
+All runs are in this process: a change of settings needs no process of its own.
+"""
+
+import glob
 import json
 import os
 import pathlib
-import runpy
 import shutil
-import signal
 import sys
 import types
 
 import pytest
 import torch
-from conftest import ROOT
-from test_images import photograph
-from test_motion import motion
-from test_train import same
+from conftest import ROOT, assert_one_line, motion_dataset, photograph, run_here, same
 
 import data
 import eval as evaluation
-from configurator import TYPES
-from eval import METHODS, load_checkpoint
-
-
-def settings_block():
-    """The settings of train.py with their defaults."""
-    with open(os.path.join(ROOT, "train.py")) as file:
-        block = file.read().split("# what\n")[1].split("# -----")[0]
-    names = {}
-    exec("import os\nimport torch\nfrom data import DATA_DIR\n" + block, names)
-    return {k: v for k, v in names.items() if k[0].islower() and type(v) in TYPES}
-
-
-def train(*arguments):
-    """train.py in this process: its exit code and what it says on stderr."""
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before, argv = [signal.getsignal(number) for number in signals], sys.argv
-    hook = sys.excepthook
-    sys.argv = ["train.py", *map(str, arguments)]
-    said, code = io.StringIO(), 0
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            runpy.run_path(os.path.join(ROOT, "train.py"), run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-        finally:
-            sys.argv, sys.excepthook = argv, hook
-            for number, handler in zip(signals, before, strict=True):
-                signal.signal(number, handler)
-    return code, said.getvalue()
+from checkpoint import load_checkpoint
+from models import METHODS
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +28,20 @@ def small(tmp_path_factory):
     os.makedirs(folder / "pictures")
     for i in range(24):
         photograph(40, 32, seed=i).save(folder / "pictures" / f"{i:02}.png")
-    letters = data.glyphs(n_train=40, n_val=16)
     g = torch.Generator().manual_seed(0)
     x, y = torch.randint(256, (40, 3, 32, 32), generator=g).byte(), torch.zeros(40).byte()
     scale = torch.full((3, 1, 1), 0.5), torch.full((3, 1, 1), 0.3)
-    colours = data.Dataset("cifar10", x[:30], y[:30], x[30:], y[30:], 255, *scale)
-    sets = {"glyphs": letters, "mnist": data.glyphs(n_train=40, n_val=16, seed=1)}
-    sets |= {"cifar10": colours, "lafan": motion()}
+    sets = {
+        "glyphs": data.glyphs(n_train=40, n_val=16),
+        "mnist": data.glyphs(n_train=40, n_val=16, seed=1),
+        "cifar10": data.ArrayDataset("cifar10", x[:30], y[:30], x[30:], y[30:], 255, *scale),
+        "lafan": motion_dataset(),
+    }
     loaders = {name: lambda _, found=found: found for name, found in sets.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "DATASETS", loaders | {"imagenet": data.imagenet})
         patch.setattr(data, "CACHE_DIR", str(folder / "cache"))
         patch.setattr(evaluation, "report", lambda *_, **__: None)
-        patch.setattr(evaluation, "keep_memory", lambda: None)
         wandb = types.SimpleNamespace(init=lambda **_: None, logged=[])
         wandb.log = lambda values, step: wandb.logged.append(values)
         patch.setitem(sys.modules, "wandb", wandb)
@@ -82,8 +52,8 @@ def small(tmp_path_factory):
 
 BASE = (
     "batch_size=4 n_samples=3 vocab_size=16 width=16 n_heads=2 mlp_ratio=2 n_tokens=4 max_steps=3 "
+    "eval_interval=3 log_interval=1 warmup_steps=2 mc_samples=2 eval_examples=8 n_workers=0"
 )
-BASE += "eval_interval=3 log_interval=1 warmup_steps=2 mc_samples=2 eval_examples=8 n_workers=0"
 COLOUR = "dataset=cifar10 n_tokens=16"
 IMAGES = "dataset=imagenet n_tokens=16 image_size=16 method=daps_na data_dir={folder}/pictures"
 
@@ -101,6 +71,10 @@ CHANGES = {
     "decoder_layers": ("dataset=lafan n_tokens=64 method=daps_na", "1"),
     "resnet_encoder": (f"{COLOUR} method=vqvae", "True"),
     "aligned": ("", "False"),
+    "centred": ("", "False"),
+    "tied": ("", "False"),
+    "credit_window": (f"{COLOUR} method=daps_na", "0"),
+    "split_interval": ("split_interval=1 max_steps=4", "0"),
     "n_samples": ("", "2"),
     "ess_target": ("", "0.9"),
     "eta_update": ("", "gradient"),
@@ -110,7 +84,7 @@ CHANGES = {
     "tau_final": ("method=gumbel", "0.5"),
     "mc_samples": ("method=grmck", "3"),
     "ppo_epochs": ("method=ppo", "2"),
-    "ppo_clip": ("method=ppo lr=0.1", "0.01"),
+    "ppo_clip": ("method=ppo lr=0.1 ppo_epochs=4", "0.01"),
     "commitment": ("method=vqvae", "1.0"),
     "vq_ema": ("method=vqvae", "False"),
     "fsq_levels": ("method=fsq fsq_levels=4,4", "2 8"),
@@ -140,20 +114,29 @@ NO_CHANGE = {
     "wandb_log": ("", "True"),
     "n_workers": (IMAGES, "2"),
     "recompute": ("", "2"),
+    "cuda_graphs": ("", "True"),
     "resume": ("", "True"),
     "overwrite": ("", "True"),
+    "aligned": ("method=daps_na", "False"),  # in one pass, token t always sees patch t
 }
-REFUSED = {"device": "meta", "data_dir": "{folder}/nowhere"}
-ELSEWHERE = {"use_compile": "test_compiled_processes_train_as_one_eager_process_does"}
+ELSEWHERE = {
+    "device": "test_a_device_that_cannot_be_used_is_refused_in_one_line",
+    "use_compile": "test_compiled_processes_train_as_one_eager_process_does",
+}
+
+
+def words(options, folder=""):
+    """Arguments from "key=value key=value", in which a comma stands for a space within a value."""
+    options = f"{BASE} {options}".format(folder=folder).split()
+    return [f"--{word.replace(',', ' ')}" for word in options]
 
 
 def result(small, options, out_dir):
     """The rows of the log and the parameters that a run ends with."""
-    words = [f"{BASE} {options}".format(folder=small).split(), [f"out_dir={out_dir}"]]
-    code, said = train(*(f"--{word.replace(',', ' ')}" for word in sum(words, [])))
-    assert code == (2 if "lr=1e30" in options else 0), said
+    done = run_here("train.py", *words(options, small), f"--out_dir={out_dir}")
+    assert done.code == (2 if "lr=1e30" in options else 0), done.errors
     rows = (out_dir / "log.jsonl").read_text()
-    return rows, load_checkpoint(out_dir / "last.pt")["model"] if code == 0 else None
+    return rows, load_checkpoint(out_dir / "last.pt")["model"] if done.code == 0 else None
 
 
 @pytest.fixture(scope="module")
@@ -170,9 +153,10 @@ def base(small, tmp_path_factory):
     return get
 
 
-def test_every_setting_is_changed_by_a_test():
-    tried = CHANGES.keys() | NO_CHANGE.keys() | REFUSED.keys() | ELSEWHERE.keys()
-    assert tried == settings_block().keys()
+def test_every_setting_is_changed_by_a_test(base):
+    tried = CHANGES.keys() | NO_CHANGE.keys() | ELSEWHERE.keys()
+    *_, out_dir = base("")
+    assert tried == json.loads((out_dir / "config.json").read_text()).keys()
     tests = [path.read_text() for path in pathlib.Path(ROOT, "tests").glob("*.py")]
     assert all(f"def {name}(" in "".join(tests) for name in ELSEWHERE.values())
 
@@ -194,8 +178,11 @@ def test_a_setting_leaves_the_model_as_it_is(key, small, base, tmp_path):
         shutil.copytree(base_dir, out_dir)
     changed = result(small, f"{options} {key}={value}", out_dir)
     if key == "recompute":
+        # Codes are scored in parts of another size, which sums in another order. Rewards of 543
+        # nats are rounded by 6e-5, which moves the gradient by some 1e-4 of itself and, in three
+        # steps of Adam, a parameter by some 1e-4 * 3 * lr = 2e-6; where terms cancel, by more.
         for name, p in model.items():
-            torch.testing.assert_close(changed[1][name], p, atol=1e-5, rtol=1e-4, msg=name)
+            torch.testing.assert_close(changed[1][name], p, atol=5e-5, rtol=1e-3, msg=name)
     else:
         assert same(changed[1], model)
     if "interval" not in key and key not in ("recompute", "eval_examples"):
@@ -204,47 +191,75 @@ def test_a_setting_leaves_the_model_as_it_is(key, small, base, tmp_path):
         assert len(sys.modules["wandb"].logged) == len(rows.splitlines())
 
 
+def test_a_run_without_out_dir_goes_to_a_folder_of_its_data_set_and_method(
+    small, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    done = run_here("train.py", *words("dataset=mnist method=fsq fsq_levels=4,4 max_steps=1"))
+    assert done.code == 0, done.errors
+    assert (tmp_path / "out" / "mnist_fsq" / "last.pt").exists()
+
+
 # what is refused
 
 NONSENSE = {
+    "datset=mnist": ("datset", "did you mean dataset"),
+    "credit_window=2": ("credit_window", "odd"),
+    "dataset=minst": ("minst", "glyphs, mnist"),
+    "method=dabs": ("dabs", "daps, gumbel"),
     "dataset=lafan": ("n_tokens is 4", "64"),
     "dataset=lafan n_tokens=64 method=vqvae resnet_encoder=True": ("resnet_encoder", "lafan"),
+    "resnet_encoder=True": ("resnet_encoder", "False for daps"),
     "dataset=cifar10 n_tokens=12": ("n_tokens is 12", "square"),
     "dataset=imagenet n_tokens=64 image_size=24": ("n_tokens is 64", "24 x 24"),
+    "dataset=imagenet image_size=4": ("image_size", "at least 8"),
     "method=vqvae resnet_encoder=True": ("n_tokens is 4", "28 x 28"),
     "method=fsq fsq_levels=": ("fsq_levels", "vocab_size"),
-    "method=fsq fsq_levels=²,8": ("fsq_levels", "vocab_size"),
+    "method=fsq fsq_levels=4,x": ("fsq_levels", "vocab_size"),
     "method=fsq fsq_levels=4,5": ("fsq_levels", "vocab_size"),
-    "device=meta": ("device", "meta"),
+    "device=cuba": ("device", "cuba"),
     "seed=-1": ("seed", "zero or more"),
-    "seed=9223372036854775808": ("seed", "2**63"),
     "lr=1e999": ("lr", "finite"),
+    "lr=fast": ("lr", "float", "fast"),
+    "max_steps=2.5": ("max_steps", "int", "2.5"),
     "n_tokens=0": ("n_tokens", "at least 1"),
     "vocab_size=1": ("vocab_size", "at least 2"),
-    "width=0": ("width", "multiple"),
+    "width=0": ("width", "positive"),
     "width=15": ("width", "multiple"),
+    "n_heads=3": ("width", "multiple"),
     "n_heads=0": ("n_heads", "at least 1"),
     "n_layers=0": ("n_layers", "at least 1"),
     "mlp_ratio=0": ("mlp_ratio", "at least 1"),
     "decoder_layers=0": ("decoder_layers", "at least 1"),
+    "n_samples=1": ("n_samples", "at least 2"),
+    "method=rloo n_samples=1": ("n_samples", "at least 2"),
+    "ess_target=0.0": ("ess_target", "(0, 1]"),
+    "ess_target=1.5": ("ess_target", "(0, 1]"),
+    "eta_update=adam": ("eta_update", "'solve' or 'gradient'"),
     "beta_init=0.0": ("beta_init", "positive"),
-    "beta_final=0.0": ("beta_final", "positive"),
-    "n_tokens=1024 vocab_size=131072": ("n_tokens", "2**26"),
+    "beta_final=0.0": ("beta_init", "zero"),
+    "beta_final=-0.1": ("beta_final", "-0.1"),
+    "commitment=-1.0": ("commitment", "zero or more"),
     "tau_init=0.0": ("tau_init", "positive"),
+    "tau_final=0.0": ("tau_final", "positive"),
     "mc_samples=0": ("mc_samples", "at least 1"),
     "ppo_epochs=0": ("ppo_epochs", "at least 1"),
     "ppo_clip=0.0": ("ppo_clip", "positive"),
     "max_steps=0": ("max_steps", "at least 1"),
     "batch_size=0": ("batch_size", "at least 1"),
+    "batch_size=5 accumulate=2": ("batch_size", "processes * accumulate = 2"),
     "accumulate=0": ("accumulate", "at least 1"),
-    "recompute=-1": ("recompute", "zero (off) or more"),
+    "method=ppo accumulate=2": ("accumulate", "1 for ppo"),
+    "recompute=-1": ("recompute", "zero or more"),
+    "method=vqvae recompute=2": ("recompute", "0 for vqvae"),
     "n_workers=-1": ("n_workers", "zero or more"),
     "lr=0.0": ("lr", "positive"),
+    "lr_final=1.0": ("lr_final", "at most lr"),
     "lr_schedule=linear": ("lr_schedule", "cosine or constant"),
     "lr_schedule=constant lr_final=1e-3": ("lr_final", "constant"),
     "warmup_steps=-1": ("warmup_steps", "zero or more"),
     "weight_decay=-1.0": ("weight_decay", "zero or more"),
-    "grad_clip=-1.0": ("grad_clip", "zero (off) or more"),
+    "grad_clip=-1.0": ("grad_clip", "zero or more"),
     "max_skipped=0": ("max_skipped", "at least 1"),
     "eval_interval=0": ("eval_interval", "at least 1"),
     "log_interval=0": ("log_interval", "at least 1"),
@@ -252,30 +267,66 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("options", NONSENSE)
-def test_settings_that_make_no_sense_are_refused_before_any_work(
-    options, small, tmp_path, monkeypatch
-):
+@pytest.fixture
+def nothing_done(tmp_path, monkeypatch):
+    """Data must not be loaded; and there must be no out_dir, which this is, in the end."""
     monkeypatch.setattr(data, "load_dataset", lambda *_: pytest.fail("data were loaded"))
-    words = f"{BASE} {options} out_dir={tmp_path / 'run'}".split()
-    code, said = train(*(f"--{word.replace(',', ' ')}" for word in words))
-    assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
-    assert all(word in said for word in NONSENSE[options]), said
+    yield tmp_path / "run"
     assert not (tmp_path / "run").exists()
 
 
-def test_one_gpu_for_several_processes_is_refused(small, tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", NONSENSE)
+def test_settings_that_make_no_sense_are_refused_before_any_work(options, nothing_done):
+    done = run_here("train.py", *words(options), f"--out_dir={nothing_done}")
+    assert_one_line(done, *NONSENSE[options])
+    assert "wandb" not in done.errors
+
+
+@pytest.mark.parametrize(
+    "argument, word",
+    [("config/none.py", "config/none.py: No such file"), ("stray", "neither a config file")],
+)
+def test_what_is_no_setting_is_refused_before_any_work(argument, word, nothing_done):
+    done = run_here("train.py", *words(""), argument, f"--out_dir={nothing_done}")
+    assert_one_line(done, word)
+
+
+def test_one_gpu_for_several_processes_is_refused(nothing_done, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    code, said = train("--device=cuda:1", f"--out_dir={tmp_path / 'run'}")
-    assert code == 2 and "device is 'cuda:1', must be" in said and said.count("\n") == 1
+    done = run_here("train.py", "--device=cuda:1", f"--out_dir={nothing_done}")
+    assert_one_line(done, "device is 'cuda:1', must be")
+
+
+def test_restarts_without_resume_are_refused(nothing_done, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    done = run_here("train.py", *words(""), f"--out_dir={nothing_done}")
+    assert_one_line(done, "add --resume=True")
+
+
+@pytest.mark.parametrize("options", ("", "width=15"))
+def test_wandb_is_named_where_it_is_missing_and_only_there(options, nothing_done, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    arguments = (*words(options), "--wandb_log=True", "--overwrite=True")
+    done = run_here("train.py", *arguments, f"--out_dir={nothing_done}")
+    assert_one_line(done, "width is 15" if options else "pip install wandb")
+    assert ("wandb" in done.errors) == (options == "")
 
 
 def test_data_that_are_not_there_are_refused(small, tmp_path):
-    out_dir = f"--out_dir={tmp_path / 'run'}"
-    options = f"{BASE} {IMAGES}".format(folder=small).split()
-    words = [f"--{word}" for word in options if not word.startswith("data_dir")]
-    code, said = train(*words, f"--data_dir={small / 'nowhere'}", out_dir)
-    assert code == 2 and "nowhere: no such folder" in said
+    options = [word for word in words(IMAGES, small) if "data_dir" not in word]
+    folders = f"--data_dir={small / 'nowhere'}", f"--out_dir={tmp_path / 'run'}"
+    assert_one_line(run_here("train.py", *options, *folders), "nowhere: no such folder")
+
+
+CONFIGS = sorted(glob.glob(os.path.join(ROOT, "config", "*_*.py")))
+CONFIGS = [path for path in CONFIGS if not path.endswith("_beta1.py")]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=map(os.path.basename, CONFIGS))
+def test_the_settings_of_a_config_file_make_sense(path, nothing_done):
+    """A device that there is not is refused last."""
+    done = run_here("train.py", path, "--device=cuba", f"--out_dir={nothing_done}")
+    assert_one_line(done, "device is 'cuba', which cannot be used here")
 
 
 SHAPES = {"glyphs": 4, "mnist": 4, "cifar10": 16, "imagenet": 16, "lafan": 64}  # tokens
@@ -284,9 +335,9 @@ SHAPES = {"glyphs": 4, "mnist": 4, "cifar10": 16, "imagenet": 16, "lafan": 64}  
 @pytest.mark.parametrize("dataset", SHAPES)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_takes_a_step_on_every_data_set(method, dataset, small, tmp_path):
-    options = (
-        f"dataset={dataset} method={method} n_tokens={SHAPES[dataset]} max_steps=1 image_size=16"
-    )
-    options += " fsq_levels=4,4 data_dir={folder}/pictures"
+    options = f"dataset={dataset} method={method} n_tokens={SHAPES[dataset]} fsq_levels=4,4 "
+    options += "max_steps=1 image_size=16 decoder_layers=1 data_dir={folder}/pictures"
     rows, _ = result(small, options, tmp_path / "run")
-    assert all("NaN" not in row and json.loads(row) for row in rows.splitlines())
+    rows = [json.loads(row) for row in rows.splitlines()]
+    assert [row["split"] for row in rows] == ["train", "val"]
+    assert all(rows[0][key] is not None for key in ("loss", "grad_norm", "reward"))
