@@ -241,7 +241,7 @@ def bar_row(dataset):
         x, noise = timed("data", read)
         patches = timed("teacher forcing", lambda: encoder.patch_encoder(x))
         z = timed("sampling", lambda: encoder.sample_codes(patches.detach(), K, noise))
-        (log_q,) = timed("teacher forcing", lambda: encoder.score(patches, z))
+        log_q = timed("teacher forcing", lambda: encoder.score(patches, z)[0].sum(dim=-1))
         log_px = timed("decoder", lambda: decoder.log_prob(x, z))
         w = timed("weights", lambda: weigh(log_px, log_q))
         timed("teacher forcing", lambda: ((1 / K - w) * log_q).sum(dim=1).mean().backward())

@@ -617,6 +617,11 @@ class AllReduce(torch.autograd.Function):
     backward = forward
 
 
+@torch.compiler.disable  # compiled, its backward pass would not sum over processes
+def all_reduce(t):
+    return AllReduce.apply(t)
+
+
 class BatchNorm(nn.BatchNorm2d):
     """BatchNorm over the whole batch, also when several processes share it: on GPUs and CPUs."""
 
@@ -627,7 +632,7 @@ class BatchNorm(nn.BatchNorm2d):
         around = self.running_mean.clone()
         shifted = h.float() - around.view(-1, 1, 1)
         moments = torch.stack([shifted.mean(dim=(0, 2, 3)), shifted.square().mean(dim=(0, 2, 3))])
-        offset, square = AllReduce.apply(moments) / dist.get_world_size()  # (C,) each
+        offset, square = all_reduce(moments) / dist.get_world_size()  # (C,) each
         mean, var = around + offset, (square - offset.square()).clamp_min(0)
         with torch.no_grad():
             n = h.numel() / h.size(1) * dist.get_world_size()

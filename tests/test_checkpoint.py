@@ -119,7 +119,7 @@ def test_what_is_no_checkpoint_is_refused_in_one_line_and_not_executed(tmp_path,
         torch.save(good | {"model": {"weight": bomb}}, path)
     else:
         torch.save({"weights": torch.zeros(3)}, path)
-        wanted = "is not a checkpoint of this project"
+        wanted = "is not a checkpoint of this version"
     with pytest.raises(UserError, match=f"^[^\n]*/last.pt {wanted}[^\n]*$"):
         load_checkpoint(path)
     assert not (tmp_path / "exploded").exists()

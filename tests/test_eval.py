@@ -276,7 +276,7 @@ def test_a_checkpoint_with_code_inside_is_refused_and_not_run(tmp_path):
 
 def test_a_foreign_checkpoint_is_refused(tmp_path):
     torch.save({"weights": torch.zeros(3)}, tmp_path / "best.pt")
-    with pytest.raises(UserError, match="not a checkpoint of this project"):
+    with pytest.raises(UserError, match="not a checkpoint of this version"):
         load_checkpoint(tmp_path / "best.pt")
 
 

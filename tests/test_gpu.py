@@ -10,12 +10,13 @@ import contextlib
 import ctypes
 import itertools
 import os
+import shutil
 import traceback
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, TINY, log_rows, motion_dataset, run_here
+from conftest import ROOT, SMALL, TINY, log_rows, motion_dataset, run_here, succeed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint import has_bfloat16, load_checkpoint, setup_device
@@ -121,10 +122,10 @@ def move(model, device=GPU):
 SIZES = dict(vocab_size=16, width=16, n_heads=2, mlp_ratio=2, decoder_layers=1, n_samples=4)
 SIZES |= dict(mc_samples=2, ppo_epochs=2, fsq_levels="4 4")
 SHAPES = {  # of x, and what else is particular to the runs on it
-    "mnist": ((1, 28, 28), dict(n_tokens=4)),
+    "mnist": ((1, 28, 28), dict(n_tokens=2)),
     "cifar10": ((3, 32, 32), dict(n_tokens=4, aligned=False, n_layers=2, vq_ema=False)),
     "imagenet": ((3, 16, 16), dict(n_tokens=4, recompute=2, eta_update="gradient")),
-    "lafan": ((2, 121), dict(n_tokens=4)),
+    "lafan": ((1, 121), dict(n_tokens=2)),
 }
 CASES = list(itertools.product(METHODS, SHAPES))
 
@@ -139,9 +140,9 @@ def settings(method, dataset, **changes):
 
 
 class FakeData(Dataset):
-    """Six validation examples as uint8, which fill a batch and a half; training ones as well."""
+    """Examples as uint8; those of validation are too few for a batch."""
 
-    name, n_train, n_val = "fake", 12, 6
+    name, n_train, n_val = "fake", 12, 3
 
     def __init__(self, shape):
         self.shape, self.mean, self.std = shape, torch.zeros(()), torch.ones(())
@@ -185,6 +186,7 @@ def test_a_step_and_an_evaluation_stay_on_the_gpu_and_never_wait(method, dataset
 
 
 @needs_pretence
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")  # by a copy of fake tensors
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("dataset", SHAPES)
 def test_the_sampler_stays_on_the_gpu_in_both_forms(dataset, dtype):
@@ -208,7 +210,8 @@ def test_the_sampler_stays_on_the_gpu_in_both_forms(dataset, dtype):
             assert z.is_cuda and z.dtype == torch.long and z.shape == noise.shape
         (sampler,) = encoder.static_samplers.values()
         assert all(t.is_cuda for t in (*sampler.parameters(), *sampler.buffers()))
-        assert sampler.head.weight.dtype == sampler.caches[0].k.dtype == getattr(torch, dtype)
+        query = sampler.blocks[0].attention.query
+        assert query.weight.dtype == sampler.caches[0].k.dtype == getattr(torch, dtype)
         assert waits.noted == []
 
 
@@ -429,9 +432,9 @@ end, torch.distributed.destroy_process_group = torch.distributed.destroy_process
 """
 
 
-def buffers_of(forker, *arguments):
-    """What each of two processes that train together has in its buffers in the end."""
-    everyone = forker.ranks(*[(arguments, COLOUR + CHECKSUMS)] * 2)
+def buffers_of(forker, *arguments, fault=COLOUR):
+    """What both of two processes that train together have in their buffers in the end."""
+    everyone = forker.ranks(*[(arguments, fault + CHECKSUMS)] * 2)
     for done in everyone:
         assert done.code == 0, done.output + done.errors
     lines = [[x for x in done.output.splitlines() if "buffer " in x] for done in everyone]
@@ -454,22 +457,60 @@ def test_buffers_are_equal_on_all_ranks_though_nobody_sends_them(choice, buffers
         assert any(name in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    "choice", ("--use_compile=False", pytest.param("--use_compile=True", marks=stress))
-)
+AOT_EAGER = """
+compile = torch.compile
+torch.compile = lambda *what, **options: compile(*what, **options | {"backend": "aot_eager"})
+"""
+
+
+@pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=stress)))
 def test_two_processes_train_a_resnet_with_batchnorm_as_one_eager_process_does(
-    choice, forker, tmp_path
+    compiled, forker, tmp_path
 ):
-    """But for rounding. Biases before a BatchNorm are left out: their gradient is rounding alone,
-    and Adam makes steps of it as large as any."""
+    """But for rounding. The decoder's biases before a BatchNorm, and so its running means, are left
+    out: their gradient is rounding alone, and Adam makes steps of it as large as any."""
     options = (*SMALL, "--dataset=cifar10", "--n_tokens=4", "--max_steps=3")
     one, two = tmp_path / "one", tmp_path / "two"
     forker.finish(*options, f"--out_dir={one}", fault=COLOUR)
-    buffers_of(forker, *options, f"--out_dir={two}", choice)
+    fault = COLOUR + AOT_EAGER  # inductor itself, with two processes: see test_train.py
+    buffers_of(forker, *options, f"--out_dir={two}", f"--use_compile={compiled}", fault=fault)
     for a, b in zip(log_rows(one), log_rows(two), strict=True):
         a, b = ({k: v for k, v in row.items() if isinstance(v, float)} for row in (a, b))
         assert len(a) >= 4 and a == pytest.approx(b, rel=1e-3, abs=1e-4)
     ours, theirs = (load_checkpoint(d / "last.pt")["model"] for d in (one, two))
     for name, t in ours.items():
-        if "running" in name or name.startswith("encoder"):
+        if "running_var" in name or name.startswith("encoder"):
             torch.testing.assert_close(theirs[name], t, atol=1e-4, rtol=1e-3, msg=name)
+
+
+# ---------------------------------------------------------------------------------------------
+# where there is a GPU
+
+needs_gpu = pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="no GPU: no nvidia-smi")
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "choice",
+    (
+        "--use_compile=False",
+        "--use_compile=True",
+        "--use_compile=True --cuda_graphs=True",
+        "--dtype=bfloat16",
+    ),
+)
+def test_a_run_on_a_gpu_starts_out_as_on_the_cpu(choice, finished_run, tmp_path):
+    """The noise is the same on all devices, so the first batch has nearly the same codes."""
+    options = (*TINY, "--device=cuda", "--dtype=float32", *choice.split(), "--max_steps=12")
+    succeed("train.py", *options, f"--out_dir={tmp_path / 'run'}", CUDA_VISIBLE_DEVICES="0")
+    ours, theirs = log_rows(tmp_path / "run"), log_rows(finished_run)
+    assert len(ours) == len(theirs)
+    assert ours[0]["reward"] == pytest.approx(theirs[0]["reward"], rel=0.01)
+
+
+@needs_gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_and_is_evaluated_on_a_gpu(method, tmp_path):
+    options = (*TINY, f"--method={method}", "--fsq_levels=8 4", "--max_steps=4", "--device=cuda")
+    succeed("train.py", *options, f"--out_dir={tmp_path / 'run'}", CUDA_VISIBLE_DEVICES="0")
+    assert all(row["skipped"] == 0 for row in log_rows(tmp_path / "run", "train"))
