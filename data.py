@@ -509,6 +509,13 @@ class ImageFolder(Dataset):
         for flags in self.broken.values():
             flags.share_memory_()
         self.mean, self.std = self.statistics()
+        # Labels, if the images lie in folders by class and validation knows no other classes.
+        folders = [
+            [os.path.basename(os.path.dirname(f)) for f in files] for files in self.files.values()
+        ]
+        classes = {name: i for i, name in enumerate(sorted(set(folders[0])))}
+        if len(classes) > 1 and set(folders[1]) <= classes.keys():
+            self.y_train, self.y_val = (torch.tensor([classes[n] for n in f]) for f in folders)
 
     def read(self, split, i, crop):
         """Image i as (3, size, size) uint8, cut by crop(width, height) -> box; None if broken."""

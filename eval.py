@@ -36,7 +36,10 @@ def load(out_dir, checkpoint="best", device="cpu"):
     and gives is standardised: x = (pixels - model.data_mean) / model.data_std."""
     path = os.path.join(out_dir, f"{checkpoint}.pt")
     saved = load_checkpoint(path, ("data_mean", "data_std", "x_shape", "seconds"))
-    model = build_model(saved["config"], saved["x_shape"])
+    try:
+        model = build_model(saved["config"], saved["x_shape"])
+    except KeyError as error:
+        raise UserError(f"{path} was written by a version without the setting {error}") from None
     restore(path, saved, model=model)
     for key in ("data_mean", "data_std"):
         model.register_buffer(key, saved[key], persistent=False)

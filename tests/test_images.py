@@ -345,3 +345,14 @@ def test_signals_to_all_processes_do_not_end_the_workers(tmp_path, cache, number
         timeout=120,
     )
     assert done.stdout.strip() == "198", done.stderr
+
+
+def test_folders_of_classes_give_labels_and_other_layouts_none(tmp_path):
+    for split, names in (("train", "ab"), ("val", "b")):
+        for name in names:
+            os.makedirs(tmp_path / split / name)
+            photograph(40, 32, seed=1).save(tmp_path / split / name / "0.png")
+    data = imagenet(str(tmp_path), image_size=16)
+    assert data.y_train.tolist() == [0, 1] and data.y_val.tolist() == [1]
+    os.rename(tmp_path / "val" / "b", tmp_path / "val" / "c")  # a class that training has not
+    assert not hasattr(imagenet(str(tmp_path), image_size=16), "y_train")
