@@ -212,7 +212,7 @@ class Forker:
 def forker(tmp_path_factory):
     forker = Forker(tmp_path_factory.mktemp("forker"))
     yield forker
-    forker.process.stdin.close()
+    forker.process.kill()  # processes forked from this one may still hold its standard input
     forker.process.wait()
 
 

@@ -378,11 +378,12 @@ def test_codes_are_those_of_the_training_set_and_are_used_again(with_prior):
 
 
 def test_images_without_labels_have_a_prior_too(tmp_path):
-    generator = torch.Generator().manual_seed(0)
+    generator, folder = torch.Generator().manual_seed(0), tmp_path / "pictures"
+    folder.mkdir()
     for i in range(40):
         pixels = torch.randint(256, (16, 16, 3), generator=generator).byte().numpy()
-        Image.fromarray(pixels).save(tmp_path / f"{i}.png")
-    options = ("--dataset=imagenet", f"--data_dir={tmp_path}", "--image_size=16", "--n_tokens=4")
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    options = ("--dataset=imagenet", f"--data_dir={folder}", "--image_size=16", "--n_tokens=4")
     options += ("--method=daps_na", f"--out_dir={tmp_path / 'run'}", "--n_workers=0")
     cache = {"DAPS_CACHE": str(tmp_path)}
     succeed("train.py", *TINY, *options, **cache)

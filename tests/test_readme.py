@@ -262,6 +262,9 @@ def test_other_code_of_the_pages_runs(folder):
     """In order, with the names it takes for granted: networks of the reader's own, x and beta."""
     if not os.path.exists("out/glyphs_daps/best.pt"):  # of `python train.py`
         train_here(*tiny([]))
+    few = ("--max_steps=2", "--n_generated=10", "--n_steps=2", "--classifier_steps=0")
+    done = run_here("prior.py", "out/glyphs_daps", *few, "--overwrite=True", "--n_workers=0")
+    assert done.code == 0, done.errors
     quoted, foreign = blocks(how_it_works(), "python"), []
     for text in TEXT.values():
         torch.manual_seed(0)
