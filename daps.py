@@ -31,10 +31,9 @@ def log_weights(reward, log_q, eta, beta):
     reward (N, K) is log p(x|z) in nats, log_q (N, K) is log q(z|x). No gradient flows to them; it
     does to an eta that asks for it. With credit per token, all are (N, K, B).
     """
-    # eq. (5): q* is proportional to q exp((A - beta log q) / (eta + beta)). The codes were drawn
-    # from q, so q*/q is all that is left. The paper's A is the reward minus a log-sum-exp over K,
-    # constant per x, which cancels when we normalise. So does the best reward, which we subtract
-    # lest small differences of large rewards be rounded away. Infinite rewards count as large.
+    # eq. (5): q* is proportional to q exp((A - beta log q) / (eta + beta)); the codes are drawn
+    # from q. The paper's A is the reward less a log-sum-exp over K, constant per x, which cancels
+    # here; so does the best reward, taken off lest differences of large rewards be rounded away.
     reward, log_q = reward.detach().float().clamp(-1e20, 1e20), log_q.detach().float()
     score = reward - reward.amax(dim=1, keepdim=True) - beta * log_q
     return (score / (eta + beta)).log_softmax(dim=1)
@@ -43,8 +42,7 @@ def log_weights(reward, log_q, eta, beta):
 def ess_ratio(log_w):
     """Effective sample size of normalised weights, as a share of K: (N, K) -> (N,) in [1/K, 1].
 
-    1 / (K sum_k w_k^2) tends to exp(-D2(q*||q)) as K grows, and KL <= D2: a target for it bounds
-    the step from q to q* in KL.
+    As K grows it tends to exp(-D2(q*||q)), and KL <= D2: a target for it bounds the step in KL.
     """
     return torch.exp(-torch.logsumexp(2 * log_w, dim=1)) / log_w.size(1)
 
@@ -53,8 +51,7 @@ def ess_ratio(log_w):
 def solve_eta(reward, log_q, beta, ess_target):
     """The eta at which the batch mean of the ESS ratio meets ess_target: a float32 scalar.
 
-    The ratio rises with eta, so bisection on log eta finds it, or an end of the range. Nothing
-    branches on data, so no GPU waits.
+    The ratio rises with eta: bisection on log eta finds it, or an end of the range, without a wait.
     """
     low, high = (reward.new_full((), math.log(e), dtype=torch.float32) for e in (ETA_MIN, ETA_MAX))
     for _ in range(32):
@@ -99,8 +96,7 @@ class DAPS(nn.Module):
     centred     take 1 / K off the weights; False is the paper's.
     """
 
-    n_epochs = 1  # updates per batch
-    tau = None  # no temperature
+    n_epochs, tau = 1, None  # updates per batch; no temperature
 
     def __init__(
         self, encoder, decoder, n_samples=8, ess_target=0.33, eta_update="solve", centred=True
@@ -112,9 +108,8 @@ class DAPS(nn.Module):
             raise ValueError(f"ess_target is {ess_target}, must be in (0, 1]")
         if eta_update not in ("solve", "gradient"):
             raise ValueError(f"eta_update is {eta_update!r}, must be 'solve' or 'gradient'")
-        self.encoder, self.decoder = encoder, decoder
-        self.n_samples, self.ess_target = n_samples, ess_target
-        self.eta_update, self.centred = eta_update, centred
+        self.encoder, self.decoder, self.n_samples = encoder, decoder, n_samples
+        self.ess_target, self.eta_update, self.centred = ess_target, eta_update, centred
         log_eta = torch.tensor(math.log(100.0))  # where the authors start
         self.log_eta = nn.Parameter(log_eta, requires_grad=eta_update == "gradient")
 
