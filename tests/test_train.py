@@ -59,7 +59,13 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(forker, finis
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_resumes_exactly_and_is_evaluated(method, forker, tmp_path):
-    settings = (*TINY, "--max_steps=40", "--eval_interval=10", "--mc_samples=4")
+    settings = (
+        *TINY,
+        "--max_steps=40",
+        "--eval_interval=10",
+        "--mc_samples=4",
+        "--split_interval=4",
+    )
     settings += (f"--method={method}", "--fsq_levels=8 4")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     output = forker.finish(*settings, f"--out_dir={whole}")
