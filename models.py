@@ -290,7 +290,6 @@ class TokenEncoder(nn.Module):
         self.per_token = self.counting = False
         self.register_buffer("usage", torch.zeros(vocab_size, dtype=torch.long))
 
-    @torch.compiler.disable
     def count(self, z):
         if self.counting and self.training:
             z = gather_batch(z).flatten()

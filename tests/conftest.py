@@ -50,6 +50,14 @@ def log_prob_of_all(encoder, x, codes):
     return token_log_prob(logits, codes.unsqueeze(0)).sum(dim=-1)[0]
 
 
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 # ---------------------------------------------------------------------------------------------
 # scripts, in a process of their own or in this one
 

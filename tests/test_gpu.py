@@ -16,12 +16,13 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, TINY, log_rows, motion_dataset, run_here, succeed
+from conftest import ROOT, SMALL, TINY, log_rows, motion_dataset, run_here, succeed, train_here
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint import has_bfloat16, load_checkpoint, setup_device
 from configurator import defaults
-from data import DATASETS, TRAIN_NOISE, Dataset, load_dataset, uniform_noise
+from data import DATASETS, TRAIN_NOISE, Dataset, glyphs, load_dataset, uniform_noise
 from eval import evaluate
 from models import AUTOREGRESSIVE, METHODS, VECTORS, build_model
 
@@ -407,6 +408,40 @@ def test_every_method_takes_two_compiled_steps(method, dtype):
     compiled, eager = two_steps(method, dtype, True), two_steps(method, dtype, False)
     torch._dynamo.reset()
     assert compiled[0] == pytest.approx(eager[0], rel=1e-4 if dtype == "float32" else 0.05)
+
+
+@pytest.mark.parametrize("method, n_graphs", (("daps_na", 1), ("gumbel_na", 1), ("daps", 3)))
+def test_a_step_compiles_into_few_graphs(method, n_graphs, fresh_dynamo):
+    """One, where no sampler with its own compiled step comes in between; also while values are
+    counted for splitting."""
+    model = build_model(settings(method, "mnist"), (1, 28, 28))
+    model.encoder.counting = True
+    model.compile(backend="aot_eager")
+    noise = torch.rand(6, *model.noise_shape)
+    for _ in range(2):
+        loss, _ = model(torch.rand(6, 1, 28, 28).round(), torch.full((), 0.1), noise=noise)
+        loss.backward()
+    assert counters["stats"]["unique_graphs"] == n_graphs
+    assert model.encoder.usage.sum() > 0
+
+
+def test_a_run_with_evaluations_compiles_the_sampler_once_for_training_and_once_for_them(
+    fresh_dynamo, monkeypatch, tmp_path
+):
+    compile = torch.compile
+    monkeypatch.setattr(
+        "torch.compile", lambda f, **options: compile(f, **options | {"backend": "aot_eager"})
+    )
+    monkeypatch.setattr("eval.report", lambda *runs, **options: None)
+    letters = glyphs(n_train=64, n_val=40)  # its last batch of 16 is not full
+    monkeypatch.setitem(DATASETS, "glyphs", lambda data_dir: letters)
+    load_dataset.cache_clear()
+    clear_compilation_metrics()
+    options = (*TINY, "--n_tokens=4", "--max_steps=4", "--eval_interval=2", "--use_compile=True")
+    train_here(*options, "--method=daps", f"--out_dir={tmp_path / 'run'}")
+    load_dataset.cache_clear()
+    names = [row.co_name for row in get_compilation_metrics()]
+    assert names.count("step") == 2, names
 
 
 # ---------------------------------------------------------------------------------------------

@@ -313,14 +313,6 @@ def test_a_cache_that_grows_in_chunks_changes_nothing(chunk):
     assert len(one_by_one.flatten(0, 1).unique(dim=0)) > 8  # codes that differ
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("kind", ("plain", "aligned"))
 def test_the_static_sampler_draws_the_codes_of_the_plain_loop(kind, dtype, fresh_dynamo):
