@@ -1,4 +1,4 @@
-"""What DAPS is compared with: the same networks, data and steps, another way to train the encoder.
+"""The methods DAPS is compared with: the same networks and data, other ways to train the encoder.
 
     gumbel, gumbel_na   straight-through Gumbel-Softmax (Jang et al. 2016)
     grmck, grmck_na     Gumbel-Rao, Monte Carlo (Paulus et al. 2020)
@@ -9,11 +9,11 @@
     fsq                 finite scalar quantisation (Mentzer et al. 2023)
     gaussian            Gaussian VAE whose latent takes as many bits in float32
 
-_na: all tokens in one pass, where the others are autoregressive. Each is a module with the
-interface of DAPS: forward(x, beta, noise) -> (loss, metrics), encode(x, with_kl, noise),
-decode(z), sample(n); noise is (N, *noise_shape), uniform in [0, 1), and decides all that is random.
+_na: all tokens in one pass; gumbel, grmck, rloo and ppo are autoregressive. Each is a module with
+the interface of DAPS: forward(x, beta, noise) -> (loss, metrics), encode(x, with_kl, noise),
+decode(z), sample(n); noise, (N, *noise_shape) uniform in [0, 1), is the only source of randomness.
 
-`python baselines.py` measures bias and variance of the gradient estimators by enumeration.
+`python baselines.py` measures the bias and variance of the gradient estimators by enumeration.
 
 Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token,
 H width, M Monte Carlo samples of Gumbel-Rao.
@@ -32,10 +32,10 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Method(nn.Module):
-    """An encoder and a decoder, which encode, decode and sample as they do in DAPS.
+    """An encoder and a decoder that encode, decode and sample as in DAPS.
 
-    noise_shape  of the uniform numbers per example that decide all that is random
-    tau          temperature, a buffer that the training loop anneals; None where there is none
+    noise_shape  shape of the uniform noise per example, the only source of randomness
+    tau          temperature, a buffer that the training loop anneals; None if the method has none
     n_epochs     updates per batch
     """
 
@@ -49,7 +49,7 @@ class Method(nn.Module):
 
 
 def elbo_loss(log_px, kl, beta):
-    """The negative beta-ELBO and what is logged of it; log_px and kl (N, ...) with gradient."""
+    """The negative beta-ELBO and its logged metrics; log_px and kl (N, ...) with gradient."""
     beta = log_px.new_zeros(()) + beta  # a number or a tensor
     metrics = {"reward": log_px.mean().detach(), "kl": kl.mean().detach(), "beta": beta}
     return beta * kl.mean() - log_px.mean(), metrics
@@ -80,7 +80,7 @@ def gumbel_softmax(logits, u, tau):
 def conditional_gumbels(log_p, z, e):
     """Perturbed log-probabilities given that z wins: log_p, e (..., V), z (...); e is Exp(1).
 
-    In log space: the maximum is -log e_z, and the others are Gumbels cut off below it,
+    In log space, the maximum is -log e_z, and the others are Gumbels truncated at it,
     -log(e_j / p_j + e_z).
     """
     z = z.expand(e.shape[:-1]).unsqueeze(-1)  # (..., 1)
@@ -90,11 +90,11 @@ def conditional_gumbels(log_p, z, e):
 
 
 def more_noise(u, m):
-    """The m-th set of further uniform numbers made from u, of its shape, as good as independent.
+    """The m-th set of extra uniform numbers made from u, of its shape, practically independent.
 
     A hash (the finaliser of MurmurHash3) of u's bits, its column and m: the same on any device and
-    for any share of a batch, where M times as many numbers from a generator would be drawn on the
-    CPU and sent over.
+    for any share of a batch. A generator would have to draw M times as many numbers on the CPU and
+    copy them over.
     """
     column = torch.arange(u.size(-1), device=u.device, dtype=torch.int32)
     h = (u * 2**24).int() * 251 + column * -1640531527 + (m * 2135587861 % 2**31)
@@ -107,11 +107,11 @@ def more_noise(u, m):
 class GumbelRao(torch.autograd.Function):
     """Gumbel-Rao: the Gumbel-Softmax gradient averaged over M Gumbels that choose the same token.
 
-    u (..., V) is for the choice; more is made of it for the average. With M = 1 this is the
-    straight-through Gumbel-Softmax in distribution. The noise carries no gradient.
+    u (..., V) decides the choice; the noise for the average is derived from it. With M = 1 this is
+    the straight-through Gumbel-Softmax in distribution. The noise carries no gradient.
 
-    The average is needed for the gradient alone, so it is taken there, one Gumbel at a time: rows
-    stay in the processor's cache, and nothing that grows with M is kept.
+    Only the gradient needs the average, so the backward pass takes it, one Gumbel at a time: rows
+    stay in the processor's cache, and memory does not grow with M.
     """
 
     @staticmethod
@@ -139,7 +139,7 @@ def gumbel_rao(logits, u, tau, mc_samples):
 
 
 def reinmax(logits, u, tau):
-    """ReinMax: a second-order approximation of the gradient (Heun's method), by the same sample."""
+    """ReinMax: a second-order approximation of the gradient (Heun's method), on the same sample."""
     p = logits.softmax(dim=-1)
     z = (logits - exponential(u).log()).argmax(dim=-1)
     hard = F.one_hot(z, logits.size(-1)).float()
@@ -200,11 +200,11 @@ class RLOO(Method):
 
 
 class PPO(Method):
-    """Clipped surrogate: several epochs of updates on codes drawn once, by forward(..., epoch).
+    """Clipped surrogate: several epochs of updates on codes drawn once, via forward(..., epoch).
 
     The advantage is log p(x|z) minus a learned value of x, standardised over the batch as is usual
-    for PPO; the entropy bonus beta is divided by the same scale, so that the two stay in the
-    proportion of the ELBO. Rewards are learned relative to a running mean and scale.
+    for PPO; the entropy bonus beta is divided by the same scale, so that the two keep their ratio
+    in the ELBO. The value is learned relative to a running mean and scale of the rewards.
     """
 
     def __init__(self, encoder, decoder, width, n_samples=8, n_epochs=4, clip=0.2):
@@ -246,11 +246,11 @@ class PPO(Method):
 
 
 # ---------------------------------------------------------------------------------------------
-# Quantisation: the encoder gives vectors, there is no distribution q, and beta plays no part.
+# Quantisation: the encoder outputs vectors, there is no distribution q, and beta is not used.
 
 
 class Quantised(Method):
-    """What the two share: log p(x|z) with a straight-through gradient from quantised vectors."""
+    """Base of the two: log p(x|z) with a straight-through gradient from quantised vectors."""
 
     @torch.no_grad()
     def encode(self, x, with_kl=False, noise=None):
@@ -265,7 +265,7 @@ class Quantised(Method):
 class FSQ(Quantised):
     """Finite scalar quantisation: each of a few numbers per token is rounded to one of L levels.
 
-    levels: how many for each number; their product is V.
+    levels: the number of levels for each; their product is V.
     """
 
     def __init__(self, encoder, decoder, levels, width):
@@ -280,8 +280,8 @@ class FSQ(Quantised):
 
     def quantise(self, h):
         """h (..., n) -> token (...) int64 and its numbers in [-1, 1], (..., n) with gradient."""
-        half = (self.levels - 1) * (1 + 1e-3) / 2  # a little more, so that tanh reaches the ends
-        # An even number of levels has none at zero: the shift keeps h = 0 where it was.
+        half = (self.levels - 1) * (1 + 1e-3) / 2  # slightly more, so that tanh reaches the ends
+        # An even number of levels has none at zero: the shift keeps h = 0 in place.
         offset = torch.where(self.levels % 2 == 0, 0.5, 0.0)
         bounded = (h.float() + (offset / half).atanh()).tanh() * half - offset
         rounded = bounded + (bounded.round() - bounded).detach()
@@ -302,9 +302,9 @@ class FSQ(Quantised):
 class VQVAE(Quantised):
     """Nearest code vector, straight-through, with a commitment term.
 
-    ema: code vectors are running means of what is assigned to them, start by k-means on the first
-    batch, and, where hardly used, move to a vector of the batch. Else they are parameters, pulled
-    by the codebook term of the paper. All statistics are of the whole batch over all processes.
+    ema: code vectors are running means of the vectors assigned to them, start from k-means on the
+    first batch, and move to a vector of the batch if rarely used. Otherwise they are parameters,
+    trained by the paper's codebook term. Statistics are of the whole batch, over all processes.
     """
 
     def __init__(self, encoder, decoder, width, commitment=0.25, ema=True, decay=0.99):
@@ -316,8 +316,8 @@ class VQVAE(Quantised):
         if ema:
             self.register_buffer("codebook", codebook)
             self.register_buffer("total", codebook.clone())  # running sum of assigned vectors
-            self.register_buffer("count", torch.zeros(V))  # and how many they were
-            self.started = False  # whether k-means has been run, known without asking a GPU
+            self.register_buffer("count", torch.zeros(V))  # running number of them
+            self.started = False  # whether k-means has run; a Python bool, so no GPU sync
             self.register_load_state_dict_post_hook(VQVAE.note_start)
         else:
             self.codebook = nn.Parameter(codebook)
@@ -326,8 +326,8 @@ class VQVAE(Quantised):
         self.started = bool(self.count.any())
 
     def quantise(self, h):
-        """h (..., H) -> token (...) int64 and its code vector (..., H). In float32: distances are
-        small differences of large numbers."""
+        """h (..., H) -> token (...) int64 and its code vector (..., H). In float32, because
+        distances are small differences of large numbers."""
         with torch.autocast(h.device.type, enabled=False):
             distance = self.codebook.square().sum(dim=1) - 2 * h.float() @ self.codebook.T
         z = distance.argmin(dim=-1)
@@ -350,8 +350,8 @@ class VQVAE(Quantised):
 
     @torch.no_grad()
     def update(self, h, noise):
-        """One step of the running means towards vectors h (n, H) float32; noise (n,) orders them.
-        No index depends on values, so no GPU waits."""
+        """One step of the running means towards vectors h (n, H) float32; noise (n,) shuffles them.
+        No shape depends on values, so there is no GPU sync."""
         V = len(self.codebook)
         shuffled = h[noise.argsort()].repeat(-(-V // len(h)), 1)  # (at least V, H)
         if not self.started:  # the first batch: ten rounds of k-means
@@ -360,9 +360,9 @@ class VQVAE(Quantised):
             for _ in range(10):
                 self.absorb(h, decay=0.0)
         self.absorb(h, self.decay)
-        # Used for less than a twentieth of an even share of the batch: start again elsewhere.
+        # Codes used for less than a twentieth of an even share of the batch start again elsewhere.
         dead = self.count < 0.05 * len(h) / V  # (V,)
-        elsewhere = shuffled[dead.cumsum(0).sub(1).clamp_min(0)]  # the next vector for each dead
+        elsewhere = shuffled[dead.cumsum(0).sub(1).clamp_min(0)]  # the next vector per dead code
         self.replace(dead, elsewhere, self.codebook, self.total)
         self.replace(dead, torch.ones_like(self.count), self.count)
 
@@ -376,7 +376,7 @@ class VQVAE(Quantised):
 
     @staticmethod
     def replace(where, values, *tensors):
-        """Write values into the rows of tensors where a condition (V,) holds."""
+        """Write values into the rows of tensors where the mask (V,) is True."""
         where = where.view(-1, *[1] * (values.dim() - 1))
         for t in tensors:
             t.copy_(torch.where(where, values, t))
@@ -387,7 +387,7 @@ class VQVAE(Quantised):
 
 
 class Gaussian(Method):
-    """A Gaussian VAE with as many float32 numbers as fit into the bits of the discrete codes."""
+    """A Gaussian VAE with as many float32 numbers as fit in the bits of the discrete codes."""
 
     def __init__(self, encoder, decoder, width):
         bits = encoder.n_tokens * math.log2(encoder.vocab_size)
@@ -402,7 +402,7 @@ class Gaussian(Method):
         return mean, log_std.clamp(-10, 10)  # (N, dim) each
 
     def draw(self, mean, log_std, noise):
-        """Normal numbers from uniform ones; a longer row of noise is cut."""
+        """Normal numbers from uniform ones; extra noise is dropped."""
         noise = noise.flatten(1)[:, : self.dim].clamp(1e-6, 1 - 1e-6)
         return mean + log_std.exp() * torch.special.ndtri(noise)
 
@@ -419,7 +419,7 @@ class Gaussian(Method):
 
     @torch.no_grad()
     def encode(self, x, with_kl=False, noise=None):
-        """A sample of the posterior: (N, dim) float32; with_kl: and its KL to the prior, (N,)."""
+        """A sample of the posterior: (N, dim) float32; with_kl: also its KL to the prior, (N,)."""
         noise = torch.rand(len(x), self.dim, device=x.device) if noise is None else noise
         moments = self.moments(x)
         z = self.draw(*moments, noise)
@@ -438,8 +438,8 @@ class Gaussian(Method):
 def demo(n_draws=20_000):
     """Bias and variance of the gradient estimators where the truth is a sum over 64 codes.
 
-    One x, an encoder that is a table of logits (B = 3, V = 4), a fixed decoder. Each estimator is
-    asked n_draws times for the gradient of the beta-ELBO by the logits.
+    One x, an encoder that is a table of logits (B = 3, V = 4), a fixed decoder. Each estimator
+    estimates the gradient of the beta-ELBO with respect to the logits n_draws times.
     """
     torch.manual_seed(0)
     B, V, beta = 3, 4, 0.5

@@ -1,20 +1,20 @@
-"""What a training step costs in time and memory, and how far that is from what the machine can do.
+"""The time and memory of a training step, compared with what the machine can do.
 
     python bench.py                                 all sections, minutes on two CPU cores
     python bench.py --only=steps --model=mnist      one section, on one of the models
     python bench.py --json_path=bench.json --picture=bench.png
 
-Sections, as chosen by --only:
+Sections, selected by --only:
     steps      a training step of each method: time, ratio to the roofline, memory
-    bar        where the time of a DAPS step goes (drawn into --picture)
-    sampler    tokens per second with and without a cache; what choosing tokens costs; growth with B
+    bar        where the time of a DAPS step goes (drawn in --picture)
+    sampler    tokens per second with and without a cache; cost of choosing tokens; growth with B
     memory     a step of autoregressive DAPS and Gumbel as codes get longer
 
-The roofline of a step is the time of its own matrix products and convolutions alone: recorded
-during a step, forward and backward, and repeated with the same shapes, strides and dtype on the
-same threads. Whatever is compared runs in alternation (A, B, A, B, ...) and the numbers are
-medians, so that a machine whose speed varies treats all alike. Every row is measured by a process
-of its own, so that its peak memory is its own.
+The roofline of a step is the time of only its matrix products and convolutions: recorded during a
+step, forward and backward, and repeated with the same shapes, strides and dtype on the same
+threads. Compared functions run in alternation (A, B, A, B, ...) and the numbers are medians, so
+changes in the machine's speed affect all alike. Every row is measured in its own process, so its
+peak memory is its own.
 
 Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token.
 """
@@ -47,14 +47,14 @@ except ImportError:  # Windows
     resource = None
 
 only = "steps bar sampler memory"  # sections
-model = "mnist cifar10 lafan imagenet"  # steps, bar: networks of which data sets
+model = "mnist cifar10 lafan imagenet"  # steps, bar: which data sets' networks
 method = "daps daps_na gumbel gumbel_na grmck rloo ppo vqvae fsq"  # steps: which methods
-json_path = ""  # also write all numbers into this file
-picture = ""  # draw the bar into this file
+json_path = ""  # also write all numbers to this file
+picture = ""  # draw the bar section in this file
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda
 n_threads = torch.get_num_threads()  # of the CPU
-seconds = 4.0  # spent on each comparison; three rounds are made in any case
-row = ""  # measure one row in this process and print it as JSON; bench.py calls itself with it
+seconds = 4.0  # spent on each comparison, for at least three rounds
+row = ""  # measure one row in this process and print it as JSON; used by bench.py itself
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PARTS = ("sampling", "teacher forcing", "decoder", "weights", "optimizer", "data")
@@ -71,7 +71,7 @@ def synchronize():
 
 
 def stopwatch(function):
-    """What the function returns, and the seconds it takes."""
+    """The function's result and the seconds it took."""
     synchronize()
     start = time.perf_counter()
     result = function()
@@ -80,7 +80,7 @@ def stopwatch(function):
 
 
 def medians(*functions):
-    """Seconds that each function takes, run in alternation; once before, to warm up."""
+    """Median seconds of each function, run in alternation after one warm-up call."""
     times = [[] for _ in functions]
     for function in functions:
         function()
@@ -92,25 +92,25 @@ def medians(*functions):
 
 
 def peak_memory():
-    """The most that the GPU, or else this process, has held so far, in MiB; 0 if not known."""
+    """Peak memory of the GPU, or else of this process, in MiB; 0 if unknown."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     if not resource:
         return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes there, KiB elsewhere
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)  # bytes on macOS, KiB elsewhere
 
 
 def memory_of(step):
-    """What the first step adds to the peak of this process, in MiB."""
+    """What the first step adds to the peak memory, in MiB."""
     before = peak_memory()
     step()
     return peak_memory() - before
 
 
 class Products(TorchDispatchMode):
-    """Records every matrix product and convolution that runs under it. Attention in one kernel
-    counts as the plain products it is made of, without its mask: two forward, four backward."""
+    """Records every matrix product and convolution that runs under it. Fused attention counts as
+    the plain products it consists of, without the mask: two forward, four backward."""
 
     def __init__(self):
         super().__init__()
@@ -143,12 +143,12 @@ class Products(TorchDispatchMode):
         self.calls[name, operands] += 1
 
     def replay(self):
-        """A function that computes all of it once more, on random numbers."""
+        """A function that repeats all recorded calls on random numbers."""
         calls = []
         for (name, operands), n in self.calls.items():
             args = [random(*a) if isinstance(a, tuple) else ast.literal_eval(a) for a in operands]
             if name == "convolution":
-                args[2] = None  # adding the bias is no product
+                args[2] = None  # adding the bias is not a product
             if name == "convolution_backward":
                 args[3], args[10] = None, [*args[10][:2], False]
             out = {"out": getattr(torch, name)(*args)} if name in ("mm", "bmm") else {}
@@ -171,7 +171,7 @@ def random(shape, stride, dtype):
 
 
 def settings_of(dataset, method):
-    """Those of train.py and config/<dataset>_<method>.py; where there is no such file, of DAPS."""
+    """Settings of train.py and config/<dataset>_<method>.py; without that file, those of DAPS."""
     path = os.path.join(HERE, "config", f"{dataset}_{method}.py")
     if not os.path.exists(path):
         path = os.path.join(HERE, "config", f"{dataset}_daps.py")
@@ -180,7 +180,7 @@ def settings_of(dataset, method):
 
 
 def make(dataset, method, n=0, **changes):
-    """A model and a function that makes one training step of it, on n random examples."""
+    """A model and a function that trains it for one step on n random examples."""
     torch.manual_seed(0)
     n = n or BATCHES[dataset]
     settings = settings_of(dataset, method)
@@ -214,8 +214,8 @@ def steps_row(dataset, method):
 
 
 def bar_row(dataset):
-    """The parts of a DAPS step, in milliseconds. Its two losses share no parameters, so each can
-    have a backward pass of its own, at no extra cost."""
+    """The parts of a DAPS step, in milliseconds. Its two losses share no parameters, so separate
+    backward passes cost nothing extra."""
     net, _ = make(dataset, "daps")
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     encoder, decoder, K, N = net.encoder, net.decoder, net.n_samples, BATCHES[dataset]
@@ -265,7 +265,7 @@ def memory_row(method, n_tokens, recompute):
 
 
 def encoder_of(n_tokens, vocab_size):
-    """The autoregressive encoder of CIFAR-10, which is that of ImageNet, with codes of any size."""
+    """The autoregressive encoder of CIFAR-10 (the same as ImageNet's), with codes of any size."""
     torch.manual_seed(0)
     settings = settings_of("cifar10", "daps")
     size = (settings[key] for key in ("width", "n_heads", "n_layers", "mlp_ratio"))
@@ -274,7 +274,7 @@ def encoder_of(n_tokens, vocab_size):
 
 @torch.no_grad()
 def sample_without_cache(encoder, patches, n_samples, noise):
-    """What encoder.sample_codes does, with the whole prefix recomputed for every token."""
+    """The same as encoder.sample_codes, but the whole prefix is recomputed for every token."""
     N, B = len(patches), encoder.n_tokens
     memory, query = encoder.start(patches)
     z = patches.new_full((N, n_samples, B + 1), encoder.vocab_size, dtype=torch.long)
@@ -288,7 +288,7 @@ def sample_without_cache(encoder, patches, n_samples, noise):
 
 
 def sampler_row(N, K, B, V):
-    """Tokens per second, with our cache and without one."""
+    """Tokens per second, with our cache and without."""
     encoder = encoder_of(B, V)
     patches, noise = torch.randn(N, B, 128, device=device), torch.rand(N, K, B, device=device)
     cached, prefix = medians(
@@ -299,7 +299,7 @@ def sampler_row(N, K, B, V):
 
 
 def choosing_row(dataset):
-    """The share of noise, softmax and selection in sampling."""
+    """The share of sampling time spent on noise, softmax and selection."""
     net, _ = make(dataset, "daps")
     encoder, N, (K, B) = net.encoder, BATCHES[dataset], net.noise_shape
     patches = torch.randn(N, B, encoder.head.in_features, device=device)
@@ -318,7 +318,7 @@ def choosing_row(dataset):
 
 
 def growth_row(B):
-    """Milliseconds per token, of 8 codes for each of 2 examples."""
+    """Milliseconds per token, for 8 codes of each of 2 examples."""
     encoder = encoder_of(B, 1024)
     patches, noise = torch.randn(2, B, 128, device=device), torch.rand(2, 8, B, device=device)
     (taken,) = medians(lambda: encoder.sample_codes(patches, 8, noise))
@@ -330,7 +330,7 @@ def growth_row(B):
 
 
 def measure(*words):
-    """One row, measured by a process of its own."""
+    """One row, measured in its own process."""
     words = " ".join(map(str, words))
     options = [f"--{key}={globals()[key]}" for key in ("device", "seconds", "n_threads")]
     command = [sys.executable, os.path.abspath(__file__), *options, f"--row={words}"]
@@ -425,5 +425,5 @@ if __name__ == "__main__":
         for name in only.split():
             results[name] = SECTIONS[name]()
             print()
-            if json_path:  # after every section: an interruption keeps those before it
+            if json_path:  # after every section: an interruption keeps the finished ones
                 write(json_path, json.dumps(results, indent=2) + "\n")

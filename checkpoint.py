@@ -1,7 +1,7 @@
-"""A run on this machine: its folder and files, how it is stopped, the device it uses.
+"""A run on this machine: its folder and files, stop signals, and device.
 
-Every file is written under another name and moved into place: whole or not at all. A checkpoint is
-a dict of tensors and plain types, read with weights_only=True, which executes nothing.
+Every file is written under a temporary name and moved into place: whole or not at all. A checkpoint
+is a dict of tensors and plain types, read with weights_only=True, which executes no code.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ except ImportError:  # Windows
 
 
 def write(path, content):
-    """Write text or bytes to path, in a folder made if need be: whole, or not at all."""
+    """Write text or bytes to path, whole or not at all; makes the folder if needed."""
     part = f"{path}.{secrets.token_hex(4)}.part"
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -46,19 +46,19 @@ def cannot_write(path, error):
 
 
 def as_bytes(save, content, *options):
-    """What save(content, file, *options) would write: torch.save, or the save of a picture."""
+    """The bytes that save(content, file, *options) writes; save: torch.save, or a picture's."""
     buffer = io.BytesIO()
     save(content, buffer, *options)
     return buffer.getvalue()
 
 
 def load_checkpoint(path, needs=()):
-    """The content of a checkpoint, on the CPU, which must hold what is needed of it."""
+    """The content of a checkpoint, on the CPU; it must have all keys in `needs`."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except Exception as error:  # what a damaged file makes torch raise is not documented
+    except Exception as error:  # torch does not document what damaged files raise
         reason = str(error).split("\n")[0] or type(error).__name__
         raise UserError(f"{path} is not a readable checkpoint ({reason})") from None
     if not isinstance(saved, dict) or not {"config", "step", "model", *needs} <= saved.keys():
@@ -67,7 +67,7 @@ def load_checkpoint(path, needs=()):
 
 
 def restore(path, checkpoint, **parts):
-    """Load the state of each part (a model, an optimizer) from its place in a checkpoint."""
+    """Load the state of each part (a model, an optimizer) from the checkpoint's key of its name."""
     try:
         for name, part in parts.items():
             part.load_state_dict(checkpoint[name])
@@ -77,7 +77,7 @@ def restore(path, checkpoint, **parts):
 
 
 def check_same_run(out_dir, now, then, may_differ):
-    """A resumed run is the same run: refuse settings that are not those it began with."""
+    """A resumed run is the same run: refuse settings that differ from those it started with."""
     for key in sorted(now.keys() - may_differ):
         if then.get(key) != now[key]:
             found = f"{key} is {now[key]!r}, but the run in {out_dir} has {then.get(key, 'none')!r}"
@@ -85,7 +85,7 @@ def check_same_run(out_dir, now, then, may_differ):
 
 
 def claim(out_dir, paths, resume, overwrite):
-    """Make out_dir and lock it for the life of this process. One in which any of these paths exists
+    """Make out_dir and lock it for the life of this process. If any of these paths exists in it, it
     is refused, unless to resume or to overwrite. Returns the lock, which must be kept."""
     if not (resume or overwrite) and any(map(os.path.exists, paths)):
         raise UserError(f"out_dir {out_dir} holds a run: add --resume=True or --overwrite=True")
@@ -102,15 +102,15 @@ def claim(out_dir, paths, resume, overwrite):
     except OSError:
         pass  # a file system without locks
     for part in glob.glob(os.path.join(glob.escape(out_dir), "*.part")):
-        os.remove(part)  # of a process that was killed
+        os.remove(part)  # left by a killed process
     return file
 
 
 class Log:
-    """log.jsonl: one JSON object per line, none of which depends on the clock."""
+    """log.jsonl: one JSON object per line; nothing in it depends on the clock."""
 
     def __init__(self, path, last_step):
-        """Cut an old log back to last_step, from where the run continues, and go on writing."""
+        """Truncate an old log to last_step, where the run continues, and append to it."""
         self.path = path
         rows = [json.dumps(row) + "\n" for row in read_log(path) if row["step"] <= last_step]
         write(path, "".join(rows))
@@ -123,12 +123,12 @@ class Log:
             cannot_write(self.path, error)
 
     def sync(self):
-        """After a power cut, the log must reach as far as the checkpoint written next."""
+        """Flush to disk, so that after a power cut the log is not behind the next checkpoint."""
         os.fsync(self.file.fileno())
 
 
 def read_log(path):
-    """The rows of a log, without a last line that was cut short."""
+    """The rows of a log, without a truncated last line."""
     if not os.path.exists(path):
         return []
     with open(path, encoding="utf-8") as file:
@@ -136,8 +136,8 @@ def read_log(path):
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM. While there is something to save (`advice` is empty) the first one is
-    noted in `number` for the loop to see; else it ends the program at once, as a second one does.
+    """Ctrl-C and SIGTERM. While there is something to save (`advice` is empty), the first one is
+    stored in `number` for the loop to check; otherwise it ends the program at once, like a second.
     """
 
     def __init__(self):
@@ -158,12 +158,12 @@ class StopSignal:
 
 
 def has_bfloat16():
-    """Whether there is a GPU that computes in bfloat16 itself, not by way of float32."""
+    """Whether there is a GPU with native bfloat16, not emulated in float32."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def setup_device(device):
-    """Make a device ready for use, or say in one line why it is not: "cpu", "cuda", "cuda:1".
+    """Set up a device, "cpu", "cuda" or "cuda:1", or say in one line why it cannot be used.
     Returns its name; that of a GPU has an index.
     """
     wanted = device
@@ -177,8 +177,8 @@ def setup_device(device):
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
-    # glibc hands large buffers back to the system and asks for them again, page by page, a moment
-    # later: 14 % of a CPU's step of DAPS on MNIST, 7 % on CIFAR-10. Let the process keep them.
+    # glibc returns large buffers to the system and soon requests them again, page by page: 14 % of
+    # a CPU step of DAPS on MNIST, 7 % on CIFAR-10. Let the process keep them.
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
         mallopt(M_MMAP_MAX, 0)

@@ -2,12 +2,11 @@
 
     python train.py config/mnist_daps.py config/short.py --max_steps=500
 
-Files and --key=value apply from left to right. A file holds assignments of literals and nothing
-else; it is read, never executed. Its first assignment may be base = "mnist.py": that file, in the
-same folder, is read before it. Only names in the settings block can be set, and only to values of
-their type.
+Files and --key=value apply from left to right. A file holds only assignments of literals; it is
+read, never executed. Its first assignment may be base = "mnist.py": that file, in the same folder,
+is read before it. Only names in the settings block can be set, and only to values of their type.
 
-Whatever a user can mend is raised as UserError, anywhere, and ends the program with one line.
+Any error that the user can fix is raised as UserError, which ends the program with one line.
 """
 
 import ast
@@ -22,10 +21,10 @@ NOT_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
 
 class UserError(Exception):
-    """Something the user can mend; the message says what was found, what was wanted, what to do."""
+    """An error the user can fix; the message says what was found, what was wanted, what to do."""
 
 
-OTHER_PROCESSES = {  # how their end looks from here
+OTHER_PROCESSES = {  # signs in an error that another process died
     "DataLoader worker (pid": "a process that reads images died (killed, or out of memory)",
     "DistBackendError": "another process of this run died or cannot be reached",
     "DistNetworkError": "another process of this run died or cannot be reached",
@@ -35,16 +34,16 @@ OTHER_PROCESSES = {  # how their end looks from here
 
 
 def explain(kind, error, trace):
-    """One line instead of a traceback, and exit code 2, for what is no fault of the code."""
+    """One line instead of a traceback, and exit code 2, for errors that are not bugs."""
     sign = next((s for s in OTHER_PROCESSES if s in f"{kind.__name__} {error}"), None)
-    if issubclass(kind, UserError):  # raised in a reader of images, it ends a longer text
+    if issubclass(kind, UserError):  # raised in a DataLoader worker, it comes after a traceback
         message = str(error).splitlines()[-1].removeprefix("configurator.UserError: ")
     elif sign:
         message = f"{OTHER_PROCESSES[sign]}; add --resume=True to continue from the last checkpoint"
     else:
         return sys.__excepthook__(kind, error, trace)
     rank = int(os.environ.get("RANK", 0))  # set by torchrun
-    # Not sys.stderr: torch.distributed calls this hook with a buffer there, which an exit loses.
+    # Not sys.stderr: torch.distributed calls this hook with a buffer there, lost on exit.
     print(f"error{f' (rank {rank})' if rank else ''}: {message}", file=sys.__stderr__, flush=True)
     sys.exit(2)
 
@@ -54,7 +53,7 @@ sys.excepthook = explain
 
 def configure(script, argv):
     """Override the settings in `script` (a module's globals()) by argv. Settings are its numbers,
-    truth values and strings with a lower-case name.
+    booleans and strings with a lower-case name.
 
     Returns all settings as a dict, and the arguments that are neither --key=value nor a .py file.
     """
@@ -79,7 +78,7 @@ def configure(script, argv):
 
 
 def from_text(default, text):
-    """A command-line value: the words themselves for a string, else a Python literal."""
+    """A command-line value: the text itself for a string setting, else a Python literal."""
     if isinstance(default, str):
         return text
     try:
@@ -89,7 +88,7 @@ def from_text(default, text):
 
 
 def checked(key, value, settings, where):
-    """The value, if there is such a setting and it is of that type."""
+    """The value, if the setting exists and has this type."""
     if key not in settings:
         near = difflib.get_close_matches(key, settings, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else " (--help lists the settings)"
@@ -106,7 +105,7 @@ def checked(key, value, settings, where):
 
 
 def read_config(path, may_have_base=True):
-    """The assignments of a config file, those of its base first: (key, value, where it stands)."""
+    """The assignments of a config file, those of its base first: (key, value, file and line)."""
     try:
         with open(path, encoding="utf-8") as file:
             statements = ast.parse(file.read()).body
@@ -132,7 +131,7 @@ def read_config(path, may_have_base=True):
 
 
 def defaults(script):
-    """The settings block of a script, without running it; values that are computed are left out."""
+    """The settings block of a script, without running it; computed values are left out."""
     with open(script, encoding="utf-8") as file:
         body = ast.parse(file.read()).body
     settings = {}
@@ -142,7 +141,7 @@ def defaults(script):
             if key[0].islower() and isinstance(value, ast.Constant):
                 settings[key] = value.value
         elif settings and not isinstance(statement, ast.Assign):
-            break  # the block is over
+            break  # end of the block
     return settings
 
 

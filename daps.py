@@ -7,10 +7,10 @@ decoder's log p(x|z) as its reward:
     2. weight them by q*/q, where q* maximises reward + entropy in a trust region around q (eq. 5)
     3. imitate: maximise sum_k w_k log q(z_k|x), weighted maximum likelihood (eq. 6)
 
-How boldly the weights favour the best codes is set by one number, eta, chosen such that the
+One number, eta, sets how strongly the weights favour the best codes. It is chosen so that the
 effective sample size of the K weights meets a target. No gradient passes through sampling.
 
-Copy this file into your project: it needs torch and nothing else. `python daps.py` shows it work.
+Copy this file into your project: it needs only torch. `python daps.py` runs a demonstration.
 
 Letters, here and in every file: N examples in a batch, K codes sampled per example, B tokens per
 code, V values per token, H width.
@@ -28,12 +28,12 @@ ETA_MIN, ETA_MAX = 1e-6, 1e10
 def log_weights(reward, log_q, eta, beta):
     """Normalised log importance weights log(q*/q) of K codes drawn from q: (N, K) float32.
 
-    reward (N, K) is log p(x|z) in nats, log_q (N, K) is log q(z|x). No gradient flows to them; it
-    does to an eta that asks for it. With credit per token, all are (N, K, B).
+    reward (N, K) is log p(x|z) in nats, log_q (N, K) is log q(z|x). They get no gradient; eta does
+    if it requires one. With credit per token, all are (N, K, B).
     """
     # eq. (5): q* is proportional to q exp((A - beta log q) / (eta + beta)); the codes are drawn
-    # from q. The paper's A is the reward less a log-sum-exp over K, constant per x, which cancels
-    # here; so does the best reward, taken off lest differences of large rewards be rounded away.
+    # from q. The paper's A is the reward minus a log-sum-exp over K, constant per x, which cancels
+    # here; so does the best reward, subtracted to keep small differences of large rewards exact.
     reward, log_q = reward.detach().float().clamp(-1e20, 1e20), log_q.detach().float()
     score = reward - reward.amax(dim=1, keepdim=True) - beta * log_q
     return (score / (eta + beta)).log_softmax(dim=1)
@@ -42,7 +42,7 @@ def log_weights(reward, log_q, eta, beta):
 def ess_ratio(log_w):
     """Effective sample size of normalised weights, as a share of K: (N, K) -> (N,) in [1/K, 1].
 
-    As K grows it tends to exp(-D2(q*||q)), and KL <= D2: a target for it bounds the step in KL.
+    As K grows it tends to exp(-D2(q*||q)), and KL <= D2, so a target for it bounds the step in KL.
     """
     return torch.exp(-torch.logsumexp(2 * log_w, dim=1)) / log_w.size(1)
 
@@ -51,7 +51,7 @@ def ess_ratio(log_w):
 def solve_eta(reward, log_q, beta, ess_target):
     """The eta at which the batch mean of the ESS ratio meets ess_target: a float32 scalar.
 
-    The ratio rises with eta: bisection on log eta finds it, or an end of the range, without a wait.
+    The ratio rises with eta, so bisection on log eta finds it, or an end of the range. No GPU sync.
     """
     low, high = (reward.new_full((), math.log(e), dtype=torch.float32) for e in (ETA_MIN, ETA_MAX))
     for _ in range(32):
@@ -62,7 +62,7 @@ def solve_eta(reward, log_q, beta, ess_target):
 
 
 def gather_batch(t):
-    """t (N, K) of all processes in rank order, without gradient; t itself if there is only one."""
+    """t (N, K) of all processes in rank order, detached; only t's own if there is one process."""
     t = t.detach().contiguous()
     if not (dist.is_available() and dist.is_initialized()):
         return t
@@ -72,28 +72,28 @@ def gather_batch(t):
 
 
 class DAPS(nn.Module):
-    """The training objective around two networks of your own, which must offer
+    """The training objective for two networks of your own, which must provide
 
         encoder(x, n_samples) -> z (N, K, B) int64, log_q (N, K) with gradient
         encoder.vocab_size    -> V
         decoder.log_prob(x, z) -> (N, K) with gradient, for z (N, K, B)
 
-    and, for what is not training, encoder.n_tokens -> B, encoder.sample(x, n_samples) -> z,
+    and, outside training, encoder.n_tokens -> B, encoder.sample(x, n_samples) -> z,
     encoder(x, n_samples, with_kl=True) -> z, log_q, kl (N, K), and decoder(z) -> a distribution
-    over x. Other keywords given to forward() and encode() go to the encoder.
+    over x. Extra keyword arguments of forward() and encode() go to the encoder.
 
-    Credit per token (ours, not the paper's): both may give one number per token, (N, K, B), if
-    decoder.credit(log_px) turns log p of each token's own place in x into that of a window around
-    it, by which alone the token is then weighted. If q factorises and the window covers all that a
-    token can change, what is dropped does not depend on the token: as eta grows, the gradient is
-    the same on average, with less variance. A smaller window or an autoregressive q: biased.
+    Credit per token (ours, not the paper's): log_q and log_prob may be per token, (N, K, B), if
+    decoder.credit(log_px) turns log p of each token's own place in x into log p of a window around
+    it. Only that window then weights the token. If q factorises and the window covers all that a
+    token can change, the dropped terms do not depend on the token: as eta grows, the expected
+    gradient is the same, with less variance. A smaller window or an autoregressive q adds bias.
 
-    Under torch.distributed, all processes call forward() together and with the same N: eta and ess
+    Under torch.distributed, all processes call forward() together, with the same N: eta and ess
     are those of the whole batch, the other metrics those of this process.
 
-    eta_update  "solve": exact on every batch. "gradient": the paper's, a gradient step on
-                (ESS ratio - target)^2 by the parameter log_eta; give it lr 1e-3 and no decay.
-    centred     take 1 / K off the weights; False is the paper's.
+    eta_update  "solve": exact on every batch. "gradient": as in the paper, a gradient step on
+                (ESS ratio - target)^2 in the parameter log_eta; give it lr 1e-3 and no decay.
+    centred     subtract 1 / K from the weights; the paper does not.
     """
 
     n_epochs, tau = 1, None  # updates per batch; no temperature
@@ -114,18 +114,18 @@ class DAPS(nn.Module):
         self.log_eta = nn.Parameter(log_eta, requires_grad=eta_update == "gradient")
 
     @property
-    def noise_shape(self):  # per example, for encoders whose codes are decided by given noise
+    def noise_shape(self):  # per example, for encoders that take their noise as an argument
         return self.n_samples, self.encoder.n_tokens
 
     def forward(self, x, beta, **encoder_options):
         """The loss of one step (scalar, with gradient) and metrics (scalars, without)."""
         z, log_q = self.encoder(x, self.n_samples, **encoder_options)  # (N, K, B), (N, K)
         log_px = self.decoder.log_prob(x, z)  # (N, K)
-        log_q, log_px = log_q.float(), log_px.float()  # in bf16, -5010 and -5016 are one number
+        log_q, log_px = log_q.float(), log_px.float()  # bf16 cannot tell -5010 from -5016
         reward, per_token = log_px.detach(), log_q.dim() == 3
         if per_token:
-            reward = self.decoder.credit(reward)  # (N, K, B), and so is all up to the loss
-        # One eta for the whole batch, also when several processes share it.
+            reward = self.decoder.credit(reward)  # (N, K, B), as is everything up to the loss
+        # One eta for the whole batch, even when several processes share it.
         batch = gather_batch(reward), gather_batch(log_q)  # (N of all, K) each
         if self.eta_update == "solve":
             self.log_eta.data.copy_(solve_eta(*batch, beta, self.ess_target).log())
@@ -133,9 +133,9 @@ class DAPS(nn.Module):
         ess = ess_ratio(log_weights(*batch, eta, beta)).mean()
         w = log_weights(reward, log_q, eta, beta).exp().detach()  # (N, K)
 
-        # Losses on disjoint sets of parameters: their sum takes one backward pass. Encoder, eq. 6.
-        # The codes are drawn from q, so the gradient of their mean log q is zero on average: 1 / K
-        # off each weight (ours) takes off noise alone, about ESS / K of the whole variance.
+        # The losses share no parameters, so one backward pass serves their sum. Encoder, eq. (6):
+        # codes are drawn from q, so the expected gradient of their mean log q is zero, and taking
+        # 1 / K off each weight (ours) removes only noise, about ESS / K of the variance.
         w = w - 1 / self.n_samples if self.centred else w
         loss = -(w * log_q).flatten(1).sum(dim=1).mean()
         if per_token:
@@ -151,18 +151,18 @@ class DAPS(nn.Module):
 
     @torch.no_grad()
     def encode(self, x, with_kl=False, **encoder_options):
-        """One code per example, (N, B) int64, drawn from q; with_kl: and KL to the prior, (N,)."""
+        """One code per example, (N, B) int64, drawn from q; with_kl: also KL to prior, (N,)."""
         if not with_kl:
             return self.encoder.sample(x, 1, **encoder_options).squeeze(1)
         z, _, kl = self.encoder(x, 1, with_kl=True, **encoder_options)
         return z.squeeze(1), kl.squeeze(1)
 
     def decode(self, z):
-        """The distribution p(x|z) of codes z (..., B); ask it for .mean or .log_prob(x)."""
+        """The distribution p(x|z) for codes z (..., B); it has .mean and .log_prob(x)."""
         return self.decoder(z)
 
     def sample(self, n):
-        """The distributions p(x|z) of n codes drawn from the uniform prior."""
+        """The distributions p(x|z) for n codes drawn from the uniform prior."""
         shape, device = (n, self.encoder.n_tokens), next(self.parameters()).device
         return self.decode(torch.randint(self.encoder.vocab_size, shape, device=device))
 
@@ -171,8 +171,8 @@ def demo(n_steps=2000):
     """Learn to store eight patterns of 12 bits in codes of B = 3 tokens with V = 4 values.
 
     With 64 codes, every expectation is a sum. The beta-ELBO of any encoder and decoder is at most
-    -beta log 8: log p(x|z) - beta KL is, on average, at most (I - H) - beta I <= -beta H, for the
-    entropy H = log 8 of the patterns and the information I <= H that the code holds of them.
+    -beta log 8: log p(x|z) - beta KL is, on average, at most (I - H) - beta I <= -beta H, with the
+    entropy H = log 8 of the patterns and the information I <= H that the code holds about them.
     """
     torch.manual_seed(0)
     B, V, D = 3, 4, 12
@@ -213,7 +213,7 @@ def demo(n_steps=2000):
             logits = self.net(one_hot(z, V).flatten(-2).float())  # (N, K, D)
             return torch.distributions.Bernoulli(logits=logits).log_prob(x.unsqueeze(1)).sum(-1)
 
-    model = DAPS(Encoder(), Decoder(), n_samples=8, ess_target=0.97)  # careful at first
+    model = DAPS(Encoder(), Decoder(), n_samples=8, ess_target=0.97)  # high: small steps
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     print(" step   beta-ELBO   of the best encoder   of the best pair    ESS     eta")
     for step in range(n_steps + 1):

@@ -1,19 +1,19 @@
-"""Data sets: find or download, check, decode, and hand out batches as a function of (seed, step).
+"""Data sets: find or download, check, decode, and serve batches as a function of (seed, step).
 
-Batches and noise are drawn for the whole (global) batch, of which each process keeps its slice:
-example i of step t and its noise are the same whatever the number of processes.
+Batches and noise are drawn for the whole (global) batch, and each process keeps its slice: example
+i of step t and its noise do not depend on the number of processes.
 
-    glyphs    letters and digits drawn on the spot with Pillow's built-in font; no network, no files
+    glyphs    letters and digits drawn on the fly in Pillow's built-in font; no network, no files
     mnist     the four IDX files, from data_dir/mnist or downloaded there
     cifar10   the official binary files, from data_dir/cifar10 or downloaded there
     imagenet  train/<class>/*.JPEG and val/<class>/*.JPEG, in data_dir/imagenet or in data_dir
               itself; or any folder of images
     lafan     motion: the CSV files of LAFAN1 on the Unitree H1, from data_dir/lafan1 or downloaded
 
-Images in colour are standardised per channel by the training set, motion per feature; binary images
+Colour images are standardised per channel by the training set, motion per feature; binary images
 stay 0 and 1. Published files must have the published sha256, wherever they come from.
-Readers hand out examples as they are stored, uint8 where they are images; standardise() moves them
-to the device and makes them float32 there.
+Readers return examples as stored, images as uint8; standardise() moves them to the device and
+converts them to float32 there.
 
 N examples in a batch or in this process's slice of it; x is (N, *shape).
 """
@@ -47,23 +47,23 @@ from checkpoint import as_bytes, write
 from configurator import UserError
 
 DATA_DIR = os.environ.get("DAPS_DATA", "~/.cache/daps")
-CACHE_DIR = os.environ.get("DAPS_CACHE", "~/.cache/daps")  # what was computed once
+CACHE_DIR = os.environ.get("DAPS_CACHE", "~/.cache/daps")  # for computed files
 
 
 class Dataset:
-    """What data sets share. Each has `name`, `shape` (of one x), `n_train`, `n_val`, `mean` and
-    `std` (what x is standardised by) and the methods
+    """Base of the data sets. Each has `name`, `shape` (of one x), `n_train`, `n_val`, `mean` and
+    `std` (to standardise x) and the methods
 
     train_examples(index)  training examples (N, *shape), not yet standardised
-    val_examples(index)    the same of validation, and which of the index they are: what cannot be
-                           read is left out
+    val_examples(index)    the same for validation, and which entries of index they are: unreadable
+                           examples are left out
     content()              arrays or bytes that are the same on all machines if the data are
     key()                  a short text that changes when the validation set does
     """
 
-    slow_to_read = False  # whether reading is worth processes of its own
+    slow_to_read = False  # whether reading needs worker processes
     in_order = False  # whether neighbours in the validation set are alike
-    white = 255  # brightest value of images
+    white = 255  # brightest pixel value
     error_names = ()
 
     def train_batch(self, seed, step, batch_size, rank=0, world_size=1):
@@ -79,7 +79,7 @@ class Dataset:
 
     def val_batches(self, batch_size, rank=0, world_size=1, limit=0, n_workers=0):
         """This rank's part of the validation set, or of `limit` examples of it, in batches: x, and
-        which of that part they are."""
+        its indices within that part."""
         part = self.val_index(limit)
         part = part[rank_slice(len(part), rank, world_size)]
 
@@ -91,31 +91,31 @@ class Dataset:
         yield from read_ahead(read, batches, n_workers if self.slow_to_read else 0)
 
     def val_index(self, limit=0):
-        """Which examples `limit` stands for: the first or, of a set in order, some evenly spread
-        over it; 0 for all."""
+        """The indices of `limit` validation examples: the first ones or, if neighbours are alike,
+        evenly spaced ones; 0 means all."""
         n = min(limit or self.n_val, self.n_val)
         return torch.arange(n) * self.n_val // n if self.in_order else torch.arange(n)
 
     def to(self, device):
-        """The same data set, which standardises on this device."""
+        """A copy of the data set that standardises on this device."""
         data = copy.copy(self)
         data.mean, data.std = self.mean.to(device), self.std.to(device)
         return data
 
     def standardise(self, x):
-        """Examples as they were read -> float32 on the device, standardised. From pinned memory, a
-        copy to a GPU keeps nobody waiting."""
+        """Examples as read -> float32 on the device, standardised. Pinned memory makes the copy to
+        a GPU asynchronous."""
         x = x.pin_memory() if self.mean.is_cuda else x
         return (
             x.to(self.mean.device, non_blocking=True).float() / self.white - self.mean
         ) / self.std
 
     def unit(self, x):
-        """Standardised x in units in which the range of the signal is 1: pixels in [0, 1]."""
+        """Standardised x, rescaled so that the range of the signal is 1: pixels in [0, 1]."""
         return x * self.std + self.mean
 
     def input_scale(self):
-        """Mean and standard deviation of x as it is handed out."""
+        """Mean and standard deviation of x after standardise()."""
         return 0.0, 1.0
 
     def summary(self):
@@ -125,7 +125,7 @@ class Dataset:
         return sizes | {"the content of the data": digest(*self.content())} | scales
 
     def errors(self, x, mean):
-        """Further measures of how far reconstructions are from x: (N,) for each of error_names."""
+        """More measures of how far reconstructions are from x: (N,) for each of error_names."""
         return ()
 
 
@@ -139,7 +139,7 @@ def digest(*parts):
 
 @dataclass
 class ArrayDataset(Dataset):
-    """Images in memory as uint8, of which `white` is the brightest value, and labels as uint8."""
+    """Images in memory as uint8, from 0 to `white`, and labels as uint8."""
 
     name: str
     x_train: torch.Tensor  # (n_train, C, height, width)
@@ -175,7 +175,7 @@ class ArrayDataset(Dataset):
 
 @functools.lru_cache(maxsize=1)
 def load_dataset(name, data_dir=DATA_DIR, image_size=256):
-    """A data set by its name; image_size is for those whose images come in all sizes."""
+    """A data set by name; image_size is for data sets with images of all sizes."""
     if name not in DATASETS:
         raise UserError(f'dataset is "{name}", must be one of: {", ".join(DATASETS)}')
     options = {"image_size": image_size} if name == "imagenet" else {}
@@ -183,9 +183,9 @@ def load_dataset(name, data_dir=DATA_DIR, image_size=256):
 
 
 # ---------------------------------------------------------------------------------------------
-# batches and noise: pure functions of (seed, step) and the place in the global batch
+# batches and noise: pure functions of (seed, step) and the index in the global batch
 
-TRAIN_ORDER, TRAIN_NOISE, VAL_NOISE, TRAIN_CROP = range(4)  # streams of randomness that never meet
+TRAIN_ORDER, TRAIN_NOISE, VAL_NOISE, TRAIN_CROP = range(4)  # separate streams of randomness
 
 
 def rank_slice(n, rank, world_size):
@@ -200,7 +200,7 @@ def epoch_order(n, seed, epoch):
 
 def train_indices(n, seed, step, batch_size):
     """Batch `step` of an endless sequence of shuffled epochs over n examples: (batch_size,)."""
-    count = np.arange(step * batch_size, (step + 1) * batch_size)  # of examples since step 0
+    count = np.arange(step * batch_size, (step + 1) * batch_size)  # examples since step 0
     epochs = range(count[0] // n, count[-1] // n + 1)
     return torch.from_numpy(
         np.concatenate([epoch_order(n, seed, e)[count[count // n == e] % n] for e in epochs])
@@ -208,10 +208,10 @@ def train_indices(n, seed, step, batch_size):
 
 
 def uniform_noise(stream, seed, step, batch_size, shape, rank=0, world_size=1, device="cpu"):
-    """This rank's slice of the noise (batch_size, *shape) of a batch: uniform in [0, 1), made where
-    it is used.
+    """This rank's slice of the noise (batch_size, *shape) of a batch: uniform in [0, 1), generated
+    on the device.
 
-    Number j of example i is a hash of (stream, seed, step, i, j), so that it is the same on every
+    Number j of example i is a hash of (stream, seed, step, i, j), so it is the same on every
     device, for any number of processes and after a resume.
     """
     keys = np.random.SeedSequence([seed, stream, step]).generate_state(4, np.uint32)
@@ -242,8 +242,8 @@ STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 def read_ahead(read, keys, n_workers):
-    """read(key) for each key, in order, by processes that work ahead; where a system cannot fork,
-    by this one."""
+    """read(key) for each key, in order, prefetched by worker processes; by this process if the
+    system cannot fork."""
     if n_workers == 0 or "fork" not in multiprocessing.get_all_start_methods():
         return map(read, keys)
     loader = DataLoader(
@@ -255,7 +255,7 @@ def read_ahead(read, keys, n_workers):
         worker_init_fn=leave_signals_to_parent,
         pin_memory=torch.cuda.is_available(),
     )
-    # Workers inherit the mask: no signal reaches them before they have left the group.
+    # Workers inherit the mask, so no signal reaches them before they have left the process group.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         return iter(loader)
@@ -265,7 +265,7 @@ def read_ahead(read, keys, n_workers):
 
 @dataclass
 class ReadByKey:
-    """What DataLoader takes for a data set."""
+    """A map-style data set for DataLoader."""
 
     read: callable
 
@@ -274,22 +274,22 @@ class ReadByKey:
 
 
 def leave_signals_to_parent(worker):
-    """Ctrl-C and torchrun signal all processes of a group; a worker shall end with its parent."""
+    """Ctrl-C and torchrun signal a whole process group; a worker should end with its parent."""
     os.setpgrp()
-    while signal.sigpending() & STOP_SIGNALS:  # of those that came on the way here
+    while signal.sigpending() & STOP_SIGNALS:  # discard those that arrived before setpgrp
         signal.sigwait(STOP_SIGNALS)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 # ---------------------------------------------------------------------------------------------
-# files: what others have published, what was computed here
+# files: published and cached
 
-TIMEOUT = 20  # seconds without a byte after which a server is given up
+TIMEOUT = 20  # give up on a server after this many seconds without a byte
 
 
 def fetch(path, urls, sha256):
-    """The bytes of a published file: those at path or, if there are none, those that the first of
-    urls delivers, each being asked twice, which are then kept at path. Their hash must be right."""
+    """The bytes of a published file: read from path or, if it does not exist, downloaded from the
+    first of urls that works (each is tried twice) and saved at path. The hash must match."""
     folder, name = os.path.split(path)
     try:
         if os.path.exists(path):
@@ -321,7 +321,7 @@ def fetch(path, urls, sha256):
 
 
 def download(url, name):
-    """What a server delivers, as bytes, with a progress bar."""
+    """The bytes at a URL, downloaded with a progress bar."""
     with requests.get(url, stream=True, timeout=TIMEOUT) as reply:
         reply.raise_for_status()
         size = reply.headers.get("content-length", "")
@@ -340,7 +340,7 @@ def cache_path(name):
 
 
 def write_cache(path, content):
-    """Keep text or bytes for next time; that they cannot be kept is no fault."""
+    """Keep text or bytes for next time; a failed write is not an error."""
     with suppress(UserError):
         write(path, content)
 
@@ -352,7 +352,7 @@ def fingerprint(shape, files):
         try:
             stat = os.stat(path)
             stats.append((path, stat.st_size, stat.st_mtime_ns))
-        except OSError:  # a link that leads nowhere
+        except OSError:  # a broken link
             stats.append(path)
     return digest(repr([shape, stats]).encode())
 
@@ -362,10 +362,10 @@ def fingerprint(shape, files):
 
 
 def glyphs(data_dir=None, n_train=20_000, n_val=2_000, seed=0):
-    """62 letters and digits, 28 x 28, binary, each bent by a random affine map and stroke width."""
+    """62 letters and digits, 28 x 28, binary, each with a random affine map and stroke width."""
     characters = string.digits + string.ascii_uppercase + string.ascii_lowercase
     strokes = range(0, 7, 2)
-    # Draw each letter once per stroke width, four times too large; bend and shrink it per example.
+    # Draw each letter once per stroke width, at four times the size; transform it per example.
     masters = [[draw_glyph(c, s) for s in strokes] for c in characters]
     rng = np.random.default_rng(seed)
     n = n_train + n_val
@@ -380,7 +380,7 @@ def glyphs(data_dir=None, n_train=20_000, n_val=2_000, seed=0):
         forward = (
             np.array([[c, -s], [s, c]]) @ np.array([[1, shear[i]], [0, 1]]) @ np.diag(scale[:, i])
         )
-        back = np.linalg.inv(forward)  # PIL asks where in the source each output pixel comes from
+        back = np.linalg.inv(forward)  # PIL maps output pixels to source pixels
         offset = 56 - back @ (14 + shift[:, i])
         coefficients = (*back[0], offset[0], *back[1], offset[1])
         master = masters[y[i]][stroke[i]]
@@ -400,7 +400,7 @@ def draw_glyph(character, stroke):
     glyph = page.crop(page.getbbox())
     page = Image.new("L", (112, 112))
     page.paste(glyph, ((112 - glyph.width) // 2, (112 - glyph.height) // 2))
-    # Shrinking by four looks at one pixel in sixteen: blur first, so that none goes unseen.
+    # Shrinking by four samples one pixel in sixteen: blur first, so that all of them count.
     return page.filter(ImageFilter.BoxBlur(1.5))
 
 
@@ -427,7 +427,7 @@ def mnist(data_dir):
         path = os.path.join(data_dir, "mnist", f"{name}.gz")
         body = fetch(path, [f"{mirror}{name}.gz" for mirror in MNIST_MIRRORS], sha256)
         parts.append(torch.frombuffer(bytearray(gzip.decompress(body)), dtype=torch.uint8))
-    # IDX: a header of 16 bytes before images, of 8 before labels.
+    # IDX: a header of 16 bytes before images, 8 before labels.
     x_train, x_val = (images[16:].view(-1, 1, 28, 28).gt(127).byte() for images in parts[::2])
     y_train, y_val = (labels[8:] for labels in parts[1::2])
     return ArrayDataset("mnist", x_train, y_train, x_val, y_val)
@@ -450,7 +450,7 @@ CIFAR10_FILES = {  # sha256
 
 
 def cifar10(data_dir):
-    """CIFAR-10 from its binary files: unpacked, if all are there, or in their archive."""
+    """CIFAR-10 from its binary files: unpacked, if all are there, or from the archive."""
     folder = os.path.join(data_dir, "cifar10")
     paths = {name: os.path.join(folder, CIFAR10_FOLDER, name) for name in CIFAR10_FILES}
     if all(map(os.path.exists, paths.values())):
@@ -460,13 +460,13 @@ def cifar10(data_dir):
         archive = io.BytesIO(fetch(archive, [CIFAR10_URL], CIFAR10_SHA256))
         with tarfile.open(fileobj=archive, mode="r:gz") as tar:
             bodies = [tar.extractfile(f"{CIFAR10_FOLDER}/{name}").read() for name in CIFAR10_FILES]
-    # Records of a label, then red, green and blue.
+    # Each record is a label, then red, green and blue.
     records = [torch.frombuffer(bytearray(body), dtype=torch.uint8) for body in bodies]
     records = [record.view(-1, 1 + 3 * 32 * 32) for record in records]
     train, val = torch.cat(records[:5]), records[5]
     y_train, y_val = (part[:, 0].contiguous() for part in (train, val))
     x_train, x_val = (part[:, 1:].reshape(-1, 3, 32, 32) for part in (train, val))
-    # Of integers, so that the result does not depend on the order of a sum.
+    # Count integers, so that the result does not depend on the order of a sum.
     n = x_train[:, 0].numel()
     counts = [torch.bincount(x_train[:, c].flatten(), minlength=256).double() for c in range(3)]
     levels = torch.arange(256, dtype=torch.float64) / 255
@@ -476,8 +476,8 @@ def cifar10(data_dir):
 
 
 def mean_and_std(sums, n):
-    """Of the channels of n pixels, from the sums of their values and squares (2, 3): (3, 1, 1)
-    float32 each."""
+    """Mean and standard deviation per channel of n pixels, from the sums of their values and
+    squares (2, 3): (3, 1, 1) float32 each."""
     mean, square = sums / n
     std = (square - mean.square()).clamp_min(0).sqrt().clamp_min(1e-3)
     return mean.float().view(3, 1, 1), std.float().view(3, 1, 1)
@@ -491,25 +491,25 @@ IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 class ImageFolder(Dataset):
-    """Images on the disk, decoded when they are needed: random resized crops, flipped or not, for
-    training; the centre for validation.
+    """Images on disk, decoded on demand: random resized crops and flips for training, the centre
+    crop for validation.
 
-    A file that cannot be decoded is named, counted and skipped: in training the next one stands in
-    for it, in validation it is left out.
+    A file that cannot be decoded is reported, counted and skipped: in training the next file
+    replaces it, in validation it is left out.
     """
 
-    slow_to_read = in_order = True  # in the order of the folders, which are classes
+    slow_to_read = in_order = True  # ordered by folder, so by class
 
     def __init__(self, name, train_files, val_files, image_size):
         self.name, self.files = name, {"train": train_files, "val": val_files}
         self.n_train, self.n_val = len(train_files), len(val_files)
         self.shape = (3, image_size, image_size)
-        # One flag per file, which all workers share.
+        # One flag per file, shared by all workers.
         self.broken = {k: torch.zeros(len(f), dtype=torch.bool) for k, f in self.files.items()}
         for flags in self.broken.values():
             flags.share_memory_()
         self.mean, self.std = self.statistics()
-        # Labels, if the images lie in folders by class and validation knows no other classes.
+        # Labels, if the images are in folders by class and validation has no other classes.
         folders = [
             [os.path.basename(os.path.dirname(f)) for f in files] for files in self.files.values()
         ]
@@ -518,14 +518,14 @@ class ImageFolder(Dataset):
             self.y_train, self.y_val = (torch.tensor([classes[n] for n in f]) for f in folders)
 
     def read(self, split, i, crop):
-        """Image i as (3, size, size) uint8, cut by crop(width, height) -> box; None if broken."""
+        """Image i as (3, size, size) uint8, cropped to crop(width, height); None if broken."""
         path = self.files[split][i]
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what is wrong with a file is for us to say
+                warnings.simplefilter("ignore")  # we report broken files ourselves
                 image = read_image(path, crop, self.shape[1])
             return torch.from_numpy(image).permute(2, 0, 1)
-        except Exception as error:  # what a damaged file makes Pillow raise is not documented
+        except Exception as error:  # Pillow does not document what damaged files raise
             if not self.broken[split][i]:
                 self.broken[split][i] = True
                 reason = str(error).split("\n")[0] or type(error).__name__
@@ -533,7 +533,7 @@ class ImageFolder(Dataset):
 
     def train_batch(self, seed, step, batch_size, rank=0, world_size=1):
         """This rank's slice of training batch `step`: each crop is a function of (seed, step) and
-        its number in the global batch."""
+        its index in the global batch."""
         index = train_indices(self.n_train, seed, step, batch_size).tolist()
         x = []
         for number in range(batch_size)[rank_slice(batch_size, rank, world_size)]:
@@ -561,8 +561,8 @@ class ImageFolder(Dataset):
         return fingerprint(self.shape, self.files["val"])
 
     def statistics(self, n=2000):
-        """Mean and standard deviation of each channel, (3, 1, 1) each, over the centres of up to n
-        training images evenly spread over the set. Computed once and kept for next time."""
+        """Mean and standard deviation of each channel, (3, 1, 1) each, over the centre crops of up
+        to n evenly spaced training images. Computed once and cached."""
         n = min(n, self.n_train)
         index = [i * self.n_train // n for i in range(n)]
         key = fingerprint(self.shape, [self.files["train"][i] for i in index])
@@ -587,20 +587,20 @@ class ImageFolder(Dataset):
 def read_image(path, crop, size):
     """The part crop(width, height) -> (left, top, right, bottom) of an image as (size, size, 3).
 
-    A file's format is told by its content, not by its name. Some that Pillow knows are programs,
-    which it would have others run: only FORMATS are opened.
+    The format follows from a file's content, not its name. Some formats that Pillow knows are
+    programs, which it would pass to an interpreter, so only FORMATS are opened.
     """
     with Image.open(path, formats=FORMATS) as image:
         width, height = image.size
-        most = max(1 << 26, 100 * os.path.getsize(path))  # a photograph has fewer than 50 per byte
+        most = max(1 << 26, 100 * os.path.getsize(path))  # photographs have fewer than 50 per byte
         if width * height > most:
             raise ValueError(f"{width} x {height} pixels, too many for a file of its size")
-        if image.getexif().get(0x0112, 1) != 1:  # lies on its side
+        if image.getexif().get(0x0112, 1) != 1:  # rotated or flipped
             image = ImageOps.exif_transpose(image)
             width, height = image.size
         box = crop(width, height)
-        # A JPEG decodes at 1/2, 1/4 or 1/8 of its size for a fraction of the work: as small as will
-        # still cover the crop.
+        # A JPEG decodes at 1/2, 1/4 or 1/8 of its size for a fraction of the work: take the
+        # smallest that still covers the crop.
         shrink = max(1.0, min(box[2] - box[0], box[3] - box[1]) / size)
         image.draft("RGB", (int(width / shrink), int(height / shrink)))
         sx, sy = image.width / width, image.height / height
@@ -621,7 +621,7 @@ def centre_crop(width, height):
 
 
 def random_crop(rng, width, height):
-    """8 to 100 % of the area with an aspect of 3/4 to 4/3, anywhere; the centre if none fits."""
+    """8 to 100 % of the area with an aspect ratio of 3/4 to 4/3; the centre crop if none fits."""
     for _ in range(10):
         area = rng.uniform(0.08, 1.0) * width * height
         aspect = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
@@ -633,21 +633,21 @@ def random_crop(rng, width, height):
 
 
 def find_images(folder):
-    """All images under a folder, at any depth, through links, sorted."""
+    """All images under a folder, at any depth, following links, sorted."""
     found, visited = [], set()
     for path, folders, names in os.walk(folder, followlinks=True):
         if os.path.realpath(path) in visited:
             folders.clear()  # a link that leads back
             continue
         visited.add(os.path.realpath(path))
-        folders.sort()  # of two links to one folder, the first counts
+        folders.sort()  # of two links to a folder, the first counts
         names = [n for n in names if n.lower().endswith(IMAGES) and not n.startswith(".")]
         found += [os.path.join(path, name) for name in names]
     return sorted(found)
 
 
 def imagenet(data_dir, image_size=256):
-    """Folders train and val of images, or one folder of images, of which every twentieth is for
+    """Image folders train and val, or one folder of images; every twentieth is then used for
     validation."""
     root = os.path.join(data_dir, "imagenet")
     root = root if os.path.isdir(root) else data_dir
@@ -671,8 +671,8 @@ def imagenet(data_dir, image_size=256):
 
 
 class MotionDataset(Dataset):
-    """Segments of motion as (32, 121): the features of motion.Segments but for those that hardly
-    vary in training (variance below 1e-5; 25 of 146), standardised."""
+    """Segments of motion as (32, 121): the features of motion.Segments, standardised, without the
+    25 of 146 that hardly vary in training (variance below 1e-5)."""
 
     name, white, error_names = "lafan", 1, ("cm", "degrees")
     slow_to_read = in_order = True
@@ -702,18 +702,18 @@ class MotionDataset(Dataset):
         return self.val[index][..., self.keep].float(), slice(None)
 
     def unit(self, x):
-        """Standardised x in units in which each feature has a range of 1 in training."""
+        """Standardised x, rescaled so that each feature has a range of 1 in training."""
         return x * (self.std / self.range)
 
     def frames(self, x, origin=None):
-        """The inverse: x (N, 32, 121) -> frames (N, 32, 26) float64 as in the files, in the world
-        if origin (point, heading) is given."""
+        """The inverse: x (N, 32, 121) -> frames (N, 32, 26) float64 as in the files, in world
+        coordinates if origin (point, heading) is given."""
         features = self.all_mean.expand(*x.shape[:-1], -1).clone()
         features[..., self.keep] = (x.float() * self.std + self.mean).double().cpu()
         return motion.features_to_frames(features, origin)
 
     def true_origin(self, index):
-        """Where validation segments begin in the world."""
+        """Where validation segments begin, in world coordinates."""
         return self.val.origin(index)
 
     def errors(self, x, mean):
@@ -727,7 +727,7 @@ class MotionDataset(Dataset):
 
 
 def lafan(data_dir):
-    """The 40 files in data_dir/lafan1/h1. Features are computed once and kept for next time."""
+    """The 40 files in data_dir/lafan1/h1. Features are computed once and cached."""
     bodies = {}
     for name, sha256 in motion.LAFAN_FILES.items():
         path = os.path.join(data_dir, "lafan1", "h1", f"{name}.csv")
@@ -756,7 +756,7 @@ DATASETS = {
 
 
 def example_shape(name, image_size):
-    """What one x of a data set looks like, without a look at the files."""
+    """The shape of one x of a data set, without reading its files."""
     shapes = {
         "cifar10": (3, 32, 32),
         "imagenet": (3, image_size, image_size),

@@ -1,10 +1,10 @@
 """Evaluate checkpoints on the whole validation set: a table, eval.json, and pictures.
 
     python eval.py out/glyphs_daps out/mnist_daps
-    python eval.py out/mnist_*          runs that differ in their seed alone make one row: mean and
+    python eval.py out/mnist_*          runs that differ only in their seed share a row: mean and
                                         standard deviation (--per_run=True: a row for each)
 
-From Python, load("out/glyphs_daps") gives a model with encode(x), decode(z) and sample(n).
+From Python, load("out/glyphs_daps") returns a model with encode(x), decode(z) and sample(n).
 
 Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token.
 """
@@ -32,8 +32,8 @@ from plots import draw_codes, draw_curves, grid, images_per_row
 
 
 def load(out_dir, checkpoint="best", device="cpu"):
-    """The trained model of a run, ready for use; its settings are in model.config. What it takes
-    and gives is standardised: x = (pixels - model.data_mean) / model.data_std."""
+    """The trained model of a run, ready for use; its settings are in model.config. Its inputs and
+    outputs are standardised: x = (pixels - model.data_mean) / model.data_std."""
     path = os.path.join(out_dir, f"{checkpoint}.pt")
     saved = load_checkpoint(path, ("data_mean", "data_std", "x_shape", "seconds"))
     try:
@@ -49,7 +49,7 @@ def load(out_dir, checkpoint="best", device="cpu"):
 
 
 def load_data(model, data_dir=""):
-    """The data set that a model was trained on, standardised as then, on the model's device."""
+    """The data set that a model was trained on, standardised as in training, on its device."""
     config = model.config
     data_dir = data_dir or config["data_dir"]
     data = copy.copy(load_dataset(config["dataset"], data_dir, config["image_size"]))
@@ -65,29 +65,29 @@ def load_data(model, data_dir=""):
 
 
 def validation_noise(model, n, rank=0, world_size=1, device="cpu"):
-    """What decides the codes of the n validation examples, in every evaluation: (n, 1, B)."""
+    """The noise for the codes of the n validation examples, always the same: (n, 1, B)."""
     shape = (1, model.encoder.n_tokens)
     return uniform_noise(VAL_NOISE, 0, 0, n, shape, rank, world_size, device)
 
 
 @torch.no_grad()
 def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
-    """Means over the validation set, or `limit` of it, one code z ~ q(z|x) per x: metrics (a dict
-    of floats); and how often each position used each value: counts (B, V). Processes share the
-    work.
+    """Means over the validation set, or `limit` examples of it, with one code z ~ q(z|x) per x:
+    metrics (a dict of floats), and counts (B, V) of how often each position used each value.
+    Processes share the work.
 
     beta_elbo   log_px - beta kl; None where there is no q (VQ-VAE, FSQ)
     log_px      log p(x|z), nats
     kl          KL(q(z|x) || prior), nats: exact per token given the tokens before it; or None
-    psnr        10 log10(1 / mse) per image on [0, 1] pixels, of the decoder's mean as it is; of
-                motion, features are divided by their range in training
+    psnr        10 log10(1 / mse) per image on [0, 1] pixels, of the unclipped mean of the decoder;
+                for motion, features are divided by their range in training
     code_usage  share of the V values that a position uses at all, mean over positions
     perplexity  exp(entropy) of a position's marginal, mean over positions
-    cm          motion alone: distance of joints from where they should be, mean over joints
-    degrees     motion alone: difference of joint angles, mean over joints
-    Use and perplexity are None, and so are the counts, where the code is not discrete.
+    cm          motion only: distance of joints from their true position, mean over joints
+    degrees     motion only: difference of joint angles, mean over joints
+    code_usage, perplexity and counts are None where the code is not discrete.
 
-    The last batch is filled up with repeats, which are not counted: compiled code sees one shape.
+    The last batch is padded with repeats, which are not counted, so compiled code sees one shape.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     was_training = model.training
@@ -141,7 +141,7 @@ def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
 
 
 def one_line(metrics):
-    """The metrics that are watched during training, as text."""
+    """The metrics shown during training, as text."""
     names = {"beta-ELBO": "beta_elbo", "log p(x|z)": "log_px", "KL": "kl", "PSNR": "psnr"}
     shown = {name: metrics[key] for name, key in names.items() if metrics[key] is not None}
     return "  ".join(f"{name} {value:8.2f}" for name, value in shown.items())
@@ -149,8 +149,8 @@ def one_line(metrics):
 
 @torch.no_grad()
 def fid_score(model, data, inception, batch_size, device, n_workers=0):
-    """FID of reconstructions to the validation images themselves, both rounded to 8 bits. Moments
-    of the images are kept for next time."""
+    """FID between reconstructions and the validation images themselves, both rounded to 8 bits.
+    Moments of the images are cached."""
     noise = validation_noise(model, data.n_val, device=device)
 
     def images():
@@ -178,8 +178,8 @@ def fid_score(model, data, inception, batch_size, device, n_workers=0):
 
 
 def reconstruct(model, data, index, device):
-    """Validation examples of this index, as far as they can be read, and the decoder's means for
-    one code of each."""
+    """The validation examples at this index that can be read, and the decoder's means for one code
+    of each."""
     x, kept = data.val_examples(index)
     x = data.standardise(x)
     noise = validation_noise(model, data.n_val, device=device)[index][kept]
@@ -189,7 +189,7 @@ def reconstruct(model, data, index, device):
 @torch.no_grad()
 def draw_pictures(model, data, device):
     """Pictures of reconstructions and of samples from the uniform prior, by file name."""
-    with torch.random.fork_rng(devices=[device] if "cuda" in device else []):  # the same codes
+    with torch.random.fork_rng(devices=[device] if "cuda" in device else []):  # the same every time
         torch.manual_seed(0)
         if data.name == "lafan":
             samples = data.frames(model.sample(6).mean)
@@ -208,8 +208,8 @@ def draw_pictures(model, data, device):
 
 
 def draw_motion(model, data, device, samples):
-    """Stick figures: a segment of each validation file over its reconstruction, samples; the first
-    validation file decoded segment by segment, as CSV and, its beginning, as GIF."""
+    """Stick figures: a segment of each validation file above its reconstruction, and samples. Also
+    the first validation file, decoded segment by segment: all of it as CSV, its start as GIF."""
 
     def in_the_world(index):
         origin = data.true_origin(index)
@@ -231,7 +231,7 @@ def draw_motion(model, data, device, samples):
 
 
 def save_picture(path, content):
-    """A picture, the pages of an animation, or text."""
+    """Write a picture, an animation given as a list of frames, or text."""
     if isinstance(content, list):
         first, *rest = content
         options = dict(save_all=True, append_images=rest, duration=33, loop=0)
@@ -256,7 +256,7 @@ def report(
     curves="out/curves.png",
     per_run=False,
 ):
-    """Evaluate runs, write eval.json and pictures into each folder, print one table of all."""
+    """Evaluate runs, write eval.json and pictures to each folder, print one table for all."""
     rows, configs, skipped = [], [], 0
     try:
         inception = fid.load_inception(fid_weights, device) if fid_weights else None
@@ -313,7 +313,7 @@ def log_path(out_dir):
 
 
 def group_by_seed(rows, configs, per_run=False):
-    """Lists of rows whose runs differ in their seed alone, and in what changes no result."""
+    """Lists of rows whose runs differ only in their seed and in settings that change no result."""
     no_matter = {"seed", "out_dir", "data_dir", "resume", "overwrite", "wandb_log", "n_workers"}
     no_matter |= {"step", "seconds"}  # of the best checkpoint
     groups = {}
@@ -358,7 +358,7 @@ COLUMNS = {
 
 
 def print_table(rows):
-    """Rows under the columns that any of them has; a deviation follows its mean."""
+    """Print rows, with the columns that any of them has; mean +- standard deviation."""
 
     def cell(row, key, form):
         if row.get(key) is None:
@@ -377,13 +377,13 @@ def print_table(rows):
 
 if __name__ == "__main__":
     checkpoint = "best"  # best: highest validation beta-ELBO, as the paper reports; last
-    data_dir = ""  # where the data sets are; empty: where the run found them
+    data_dir = ""  # where the data sets are; empty: the run's data_dir
     device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
     batch_size = 250  # examples at a time
     n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
-    fid_weights = ""  # file with the weights of Inception, for FID; empty: none
-    curves = "out/curves.png"  # the curves of several runs in one picture
-    per_run = False  # a row for every run, also where only seeds differ
+    fid_weights = ""  # file with the weights of Inception, for FID; empty: no FID
+    curves = "out/curves.png"  # file for the curves of several runs in one picture
+    per_run = False  # a row for every run, even if only seeds differ
 
     settings, out_dirs = configure(globals(), sys.argv[1:])
     if not out_dirs:

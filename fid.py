@@ -1,11 +1,11 @@
-"""FID (Heusel et al. 2017): the distance of two Gaussians fitted to Inception features of images.
+"""FID (Heusel et al. 2017): the distance between Gaussians fitted to Inception features of images.
 
     inception = load_inception("~/.cache/daps/pt_inception-2015-12-05-6726825d.pth", "cpu")
     a, b = (image_moments(inception, batches) for batches in (batches_a, batches_b))
     distance = frechet_distance(*a, *b)
 
-Batches are images (N, 3, height, width) in [0, 1], on the device of the network. This file needs
-torch alone.
+Batches are images (N, 3, height, width) in [0, 1], on the network's device. This file needs only
+torch.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class Conv(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Branches of convolutions side by side and one that pools, concatenated along channels.
+    """Parallel branches of convolutions and one that pools, concatenated along channels.
 
     branches  the name of each branch and its layers: (channels, kernel height, kernel width), or
               (channels, "fork") for a 1 x 3 and a 3 x 1 convolution that read the same input
@@ -44,7 +44,7 @@ class Mixed(nn.Module):
     def __init__(self, n_in, branches, pool, n_pool=0):
         super().__init__()
         self.pool = pool
-        self.branches = []  # of each branch, the names of its layers; a fork has two
+        self.branches = []  # the names of each branch's layers; a fork has two
         for branch, layers in branches.items():
             n, names = n_in, []
             for i, (n_out, *kernel) in enumerate(layers, 1):
@@ -81,8 +81,8 @@ class Mixed(nn.Module):
 
 
 class Inception(nn.Module):
-    """Inception-v3 as FID has used it since 2015: the network of TensorFlow's release of that year,
-    under the names of the published weights. It differs from torchvision's in its pooling."""
+    """Inception-v3 as FID uses it: the network of TensorFlow's 2015 release, with the names of the
+    published weights. It differs from torchvision's in its pooling."""
 
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ class Inception(nn.Module):
         }
         self.Mixed_7a = Mixed(768, branches, "down")
         self.Mixed_7b, self.Mixed_7c = mixed_7(1280, "avg"), mixed_7(2048, "max")
-        self.fc = nn.Linear(2048, 1008)  # in the file, not used
+        self.fc = nn.Linear(2048, 1008)  # in the file, but not used
 
     def forward(self, images):
         """Images (N, 3, height, width) in [0, 1] -> pool3 features (N, 2048)."""
@@ -146,7 +146,7 @@ class Inception(nn.Module):
 
 
 def load_inception(path, device):
-    """The network with its published weights; ValueError if path does not hold exactly these."""
+    """The network with its published weights; ValueError if path is any other file."""
     try:
         with open(os.path.expanduser(path), "rb") as file:
             if hashlib.sha256(file.read()).hexdigest() != FID_SHA256:
@@ -188,11 +188,11 @@ def image_moments(inception, batches):
 
 
 def frechet_distance(mean_a, cov_a, mean_b, cov_b):
-    """Squared Frechet distance of two Gaussians,
+    """Squared Frechet distance between two Gaussians,
     |mean_a - mean_b|^2 + tr(cov_a + cov_b - 2 (cov_a cov_b)^(1/2)).
 
     With A the root of cov_a, the root of A cov_b A has the same trace. Both matrices are symmetric,
-    so their eigenvalues give the roots: real, and stable even where a covariance is singular.
+    so their eigenvalues give the roots: real, and stable even if a covariance is singular.
     """
     values, vectors = torch.linalg.eigh(cov_a)
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T

@@ -3,20 +3,20 @@
 Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token,
 H width, P patches (P = B everywhere).
 
-A recognition model ("encoder") offers
+A recognition model ("encoder") provides
     encoder(x, n_samples, noise=None) -> z (N, K, B) int64, log_q (N, K) float32 with gradient;
                                          with_kl=True: also the exact KL to the uniform prior
                                          along z, (N, K) or, if it is the same for all, (N, 1)
     encoder.sample(x, n_samples, noise=None) -> z alone
-    encoder.relaxed(x, choose)        -> y, logits (N, B, V): a code drawn with gradient
+    encoder.relaxed(x, choose)        -> y, logits (N, B, V): a code sampled with gradient
     encoder.n_tokens, encoder.vocab_size
 where noise (N, K, B), uniform in [0, 1), decides every token, so that a sample is a pure function
-of x and noise. A generative model ("decoder") offers
+of x and noise. A generative model ("decoder") provides
     decoder.log_prob(x, z) -> (N, K) float32 with gradient, for z (N, K, B); if decoder.window is
                               set, (N, K, B): log p of each token's own place, see daps.py
     decoder(z)             -> a torch distribution over x, for z (..., B)
 
-build_model, at the bottom, makes a method with its networks from the settings of a run.
+build_model, at the bottom, builds a method and its networks from the settings of a run.
 """
 
 import copy
@@ -40,14 +40,14 @@ def draw(logits, u):
     """
     cdf = logits.float().softmax(dim=-1).cumsum(dim=-1)  # (..., V)
     # Rounding leaves the last entry near 1, not at 1. Scaled by it, u never points past the end,
-    # and the first entry above u belongs to a token of non-zero probability. The clamp is for
-    # logits that are not finite: they shall give a token, if a meaningless one, and no crash.
+    # and the first entry above u belongs to a token of non-zero probability. The clamp keeps
+    # non-finite logits from crashing: they yield a meaningless but valid token.
     return torch.searchsorted(cdf, u * cdf[..., -1:], right=True).clamp_max(logits.size(-1) - 1)
 
 
 class TokenLogProb(torch.autograd.Function):
-    """log softmax(logits) (..., V) at z (...): (...) float32. What it keeps is the logits, in their
-    own dtype, where cross_entropy keeps a float32 copy and makes a third full of zeros."""
+    """log softmax(logits) (..., V) at z (...): (...) float32. It saves only the logits, in their
+    own dtype, where cross_entropy saves a float32 copy and allocates a third, full of zeros."""
 
     @staticmethod
     def forward(ctx, logits, z):
@@ -59,7 +59,7 @@ class TokenLogProb(torch.autograd.Function):
     def backward(ctx, grad):
         logits, total, z = ctx.saved_tensors
         grad = grad.unsqueeze(-1)
-        # of the chosen logit: 1 - probability; of the others: - probability
+        # for the chosen logit: 1 - probability; for the others: - probability
         result = (logits.float() - total.unsqueeze(-1)).exp_().mul_(-grad)
         return result.scatter_add_(-1, z.unsqueeze(-1), grad).to(logits.dtype), None
 
@@ -86,8 +86,8 @@ def sinusoids(length, width):
 class Patches(nn.Module):
     """Cut images (N, C, height, width) into a grid of n_patches: (N, P, D).
 
-    Patches have sides of even length; the image is padded with zeros, evenly on both sides, to
-    whole patches. 28 x 28 in 8 patches: padded to 28 x 32, cut into 2 x 4 patches of 14 x 8.
+    Patches have sides of even length; the image is zero-padded, evenly on both sides, to whole
+    patches. 28 x 28 in 8 patches: padded to 28 x 32, cut into 2 x 4 patches of 14 x 8.
     """
 
     def __init__(self, x_shape, n_patches):
@@ -111,7 +111,7 @@ class Patches(nn.Module):
 
 
 class Resample(nn.Module):
-    """Segments of motion (N, frames, features) at twice as many places: (N, P, H), P = 2 frames."""
+    """Segments of motion (N, frames, features) at twice the frame rate: (N, P, H), P = 2 frames."""
 
     def __init__(self, x_shape, n_tokens, width):
         super().__init__()
@@ -125,15 +125,15 @@ class Resample(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention without biases, with keys and values computed apart.
+    """Multi-head attention without biases, with keys and values computed separately.
 
-    That way one pair of methods serves self-attention (keys of the input itself), cross-attention
+    The same two methods thus serve self-attention (keys of the input itself), cross-attention
     (keys of the patches, computed once) and cached decoding (keys of all tokens so far).
     """
 
     def __init__(self, width, n_heads):
         super().__init__()
-        if width % (2 * n_heads):  # twice, as positions are pairs of a sine and a cosine
+        if width % (2 * n_heads):  # twice: positions are sine-cosine pairs
             raise ValueError(f"width is {width}, must be a multiple of 2 * n_heads = {2 * n_heads}")
         self.n_heads = n_heads
         self.query = nn.Linear(width, width, bias=False)
@@ -155,8 +155,8 @@ class Attention(nn.Module):
 def attend(q, k, v, mask=None, causal=False):
     """softmax(q k^T / sqrt(d)) v for queries (N, heads, T, d) and keys and values (N, heads, S, d).
 
-    CPU kernels are slow at softmax over rows of a handful of keys. Written out, it takes a sixth of
-    the time, and sampling codes of 8 tokens three quarters.
+    CPU kernels are slow at softmax over a handful of keys. Written out, it takes a sixth of the
+    time, and sampling codes of 8 tokens takes three quarters.
     """
     if q.is_cuda or q.dtype != torch.float32 or k.size(2) > 16 or mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
@@ -188,7 +188,7 @@ class Block(nn.Module):
 
 
 class KVCache(nn.Module):
-    """Keys and values of the tokens so far, written in place into buffers made once."""
+    """Keys and values of the tokens so far, written in place into preallocated buffers."""
 
     def __init__(self, n_codes, n_tokens, like):
         super().__init__()
@@ -198,7 +198,7 @@ class KVCache(nn.Module):
 
     def extend(self, t, window, k, v):
         """Add keys and values of token t, (N * K, heads, 1, d) each; return those of the first
-        `window` tokens, with a mask that hides the ones yet to come.
+        `window` tokens, with a mask that hides future ones.
 
         t is a number, or a tensor (1,) where one compiled step serves all tokens.
         """
@@ -214,8 +214,8 @@ class KVCache(nn.Module):
 
 
 def windows(n_tokens, chunk):
-    """For each token, how many of the cache it looks at: itself, those before it, and as many more
-    as make the number a multiple of chunk."""
+    """For each token, how many cache entries it sees: its own and those before it, rounded up to a
+    multiple of chunk."""
     return [min((t // chunk + 1) * chunk, n_tokens) for t in range(n_tokens)]
 
 
@@ -231,8 +231,8 @@ class CodeBlock(nn.Module):
     def forward(self, h, memory, extend=None):
         """h (N, K, T, H); memory: the patches' keys and values, (N, heads, P, d) each.
 
-        Without `extend`, h holds whole codes. With it, h holds the next token alone (T = 1), and
-        extend(k, v) adds its keys and values to those before it: all of them, and a mask.
+        Without `extend`, h holds whole codes. With it, h holds only the next token (T = 1), and
+        extend(k, v) adds its keys and values to the cache and returns all of them and a mask.
         """
         N, K, T, H = h.shape
         a = self.norm_attention(h).view(N * K, T, H)
@@ -242,7 +242,7 @@ class CodeBlock(nn.Module):
         else:
             a = self.attention(a, *extend(k, v))
         h = h + a.view(N, K, T, H)
-        # The K codes of one x ask the same patches: fold K into the queries, repeat no memory.
+        # The K codes of one x share its patches: fold K into the queries, do not repeat memory.
         a = self.norm_cross(h).view(N, K * T, H)
         h = h + self.cross(a, *memory).view(N, K, T, H)
         return h + self.mlp(self.norm_mlp(h))
@@ -250,7 +250,7 @@ class CodeBlock(nn.Module):
 
 class PatchEncoder(nn.Module):
     """x -> (N, P, H): standardise, cut into patches, embed, transformer blocks, LayerNorm. Motion
-    is resampled instead of cut."""
+    is resampled, not cut."""
 
     def __init__(self, x_shape, n_tokens, width, n_heads, n_layers, mlp_ratio):
         super().__init__()
@@ -272,13 +272,13 @@ class PatchEncoder(nn.Module):
         return self.norm(h)
 
     def standardise(self, mean, std):
-        """Standardise inputs by these two numbers from now on; a checkpoint remembers them."""
+        """Standardise inputs by these two numbers from now on; checkpoints include them."""
         self.input_mean.fill_(mean)
         self.input_std.fill_(std)
 
 
 class TokenEncoder(nn.Module):
-    """What recognition models with a distribution over tokens share.
+    """Base of the recognition models with a distribution over tokens.
 
     per_token  log_q is (N, K, B), one number per token, instead of their sum (N, K)
     counting   count in `usage` (V,) how often each value is drawn, over all processes
@@ -297,13 +297,13 @@ class TokenEncoder(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """Logits of the V values as products with their vectors in the decoder, whose table gets no
-    gradient from here: what is learned of one value serves those that decode alike. Ours, not the
-    paper's."""
+    """Logits of the V values as products with the decoder's vectors, so that what is learned about
+    one value carries over to those that decode alike. The decoder's table gets no gradient from
+    here. Ours, not the paper's."""
 
     def __init__(self, width, table):
         super().__init__()
-        self.table = [table]  # in a list: the decoder's, not a part of this module
+        self.table = [table]  # in a list: it belongs to the decoder, not to this module
         self.query = nn.Linear(width, width)
         self.bias = nn.Parameter(torch.zeros(table.num_embeddings))
         init_weights(self, embedding_std=0)
@@ -317,20 +317,20 @@ class AutoregressiveEncoder(TokenEncoder):
     """q(z|x) = prod_t q(z_t | z_<t, x): an encoder over patches, a causal decoder over tokens.
 
     aligned: the decoder's input at step t also holds the patch encoder's output at position t, so
-    that its query knows what stands there and not only where it is. Ours, not the paper's.
-    recompute: into how many pieces of the batch the scoring of codes is cut, each of which keeps
-    nothing but its result and is computed again in the backward pass; 0 keeps all. Memory for time.
+    that its query knows the content there, not only the position. Ours, not the paper's.
+    recompute: score codes in this many pieces of the batch; each keeps only its result and is
+    computed again in the backward pass, which trades time for memory. 0 keeps all activations.
     """
 
     def __init__(self, x_shape, n_tokens, vocab_size, *size, aligned=False, recompute=0):
         super().__init__(n_tokens, vocab_size)
         width, n_heads, n_layers, mlp_ratio = size
         self.aligned, self.recompute = aligned, recompute
-        self.chunk = 1  # tokens by which the sampler's view of its cache grows
+        self.chunk = 1  # the sampler's view of its cache grows by this many tokens
         self.compile_options, self.static_samplers = None, {}  # see compile_sampler
         self.patch_encoder = PatchEncoder(x_shape, n_tokens, *size)
-        # Token t - 1 enters at step t. What enters at step 0 has a row of its own, the last: with a
-        # real token in that place, codes that hold this token would be ambiguous.
+        # Token t - 1 enters at step t. Step 0 has a row of its own, the last: with a real token
+        # there, codes that contain this token would be ambiguous.
         self.embed = nn.Embedding(vocab_size + 1, width)
         self.register_buffer("positions", sinusoids(n_tokens, width), persistent=False)
         self.blocks = nn.ModuleList(CodeBlock(width, n_heads, mlp_ratio) for _ in range(n_layers))
@@ -349,8 +349,8 @@ class AutoregressiveEncoder(TokenEncoder):
         return self.sample_codes(self.patch_encoder(x), n_samples, noise)
 
     def start(self, patches):
-        """What the tokens need of the patches: keys and values per layer, and what is added to the
-        tokens' embeddings, (B, H) or, if aligned, (N, 1, B, H)."""
+        """What the tokens need from the patches: keys and values per layer, and the term added to
+        the tokens' embeddings, (B, H) or, if aligned, (N, 1, B, H)."""
         memory = [block.cross.keys_values(patches) for block in self.blocks]
         return memory, self.positions + patches.unsqueeze(1) if self.aligned else self.positions
 
@@ -358,8 +358,8 @@ class AutoregressiveEncoder(TokenEncoder):
     @torch.no_grad()
     def sample_codes(self, patches, n_samples, noise=None):
         """Codes (N, K, B), token by token, with the past in one preallocated cache per layer."""
-        # Weights that autocast casts here carry no gradient: the scoring pass must not reuse them,
-        # as some versions of torch would (pytorch #165068).
+        # The weights that autocast casts here carry no gradient, so the scoring pass must not
+        # reuse them, as some versions of torch would (pytorch #165068).
         kind = patches.device.type
         with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
             return self.sample_uncached(patches, n_samples, noise)
@@ -385,7 +385,7 @@ class AutoregressiveEncoder(TokenEncoder):
         return z[..., 1:].contiguous()
 
     def compile_sampler(self, **options):
-        """From now on, sample with compiled steps: see StaticSampler for the options."""
+        """Sample with compiled steps from now on; see StaticSampler for the options."""
         self.compile_options, self.static_samplers = options, {}
 
     def logits(self, patches, z):
@@ -398,8 +398,8 @@ class AutoregressiveEncoder(TokenEncoder):
         return self.head(self.norm(h))
 
     def score(self, patches, z, with_kl=False):
-        """log q of codes z (N, K, B), and the exact KL along them if asked for, by teacher forcing:
-        one or two of (N, K, B) float32, with gradient."""
+        """log q of codes z (N, K, B) by teacher forcing, and with_kl the exact KL along them: one
+        or two tensors (N, K, B) float32, with gradient."""
 
         def score(patches, z):
             logits = self.logits(patches, z)  # (N, K, B, V)
@@ -416,13 +416,13 @@ class AutoregressiveEncoder(TokenEncoder):
     def relaxed(self, x, choose):
         """One code per example with gradient through every choice: y and logits, (N, B, V) each.
 
-        choose(logits (N, V), t) gives token t as a row y (N, V), one-hot in value, that carries a
-        gradient; it enters the next step as y times the table of embeddings.
+        choose(logits (N, V), t) returns token t as a row y (N, V), one-hot in value and with
+        gradient; y times the embedding table enters the next step.
         """
         memory, query = self.start(self.patch_encoder(x))
         pasts = [[k[:, :, :0] for k in kv] for kv in memory]  # keys and values, none yet
 
-        def extend(layer, k, v):  # a copy: what has a gradient must not be overwritten
+        def extend(layer, k, v):  # a copy: autograd forbids overwriting the cache
             pasts[layer] = [
                 torch.cat(pair, dim=2) for pair in zip(pasts[layer], (k, v), strict=True)
             ]
@@ -443,13 +443,13 @@ class AutoregressiveEncoder(TokenEncoder):
 
 
 class StaticSampler(nn.Module):
-    """sample_codes for torch.compile, as gpt-fast does it: everything that a step reads or writes
-    lives at one place in memory across steps, the position is a tensor, and one compiled function
-    embeds a token, runs the blocks, draws the next token and writes it down.
+    """sample_codes for torch.compile, in the style of gpt-fast: everything a step reads or writes
+    keeps its memory address across steps, the position is a tensor, and one compiled function
+    embeds a token, runs the blocks, draws the next token and stores it.
 
     The step sees the cache in windows that grow by `chunk` tokens: few shapes, little wasted work.
-    The weights of matrix products are copied once per batch, in the dtype that autocast wants, not
-    cast again for every token. cuda_graphs: replay each step as one CUDA graph.
+    The weights of matrix products are cast to autocast's dtype once per batch, instead of once per
+    token. cuda_graphs: replay each step as one CUDA graph.
     """
 
     def __init__(
@@ -466,7 +466,7 @@ class StaticSampler(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear) or module in tables:
                 module.to(memory[0][0].dtype)
-        # One token longer than needed: a window that is the whole cache would be compiled apart.
+        # One token longer than needed: a window of the whole cache would be compiled separately.
         self.caches = nn.ModuleList(KVCache(N * K, B + 1, like=k) for k, _ in memory)
         self.register_buffer("memory", torch.stack([torch.stack(kv) for kv in memory]))
         self.register_buffer("query", query.clone())
@@ -481,7 +481,7 @@ class StaticSampler(nn.Module):
         self.compiled_step = torch.compile(self.step, **options)
 
     def forward(self, memory, query, noise):
-        """Codes (N, K, B) from what encoder.start gives of the patches, and noise (N, K, B)."""
+        """Codes (N, K, B) from the output of encoder.start and noise (N, K, B)."""
         torch._foreach_copy_(list(self.parameters()), self.source)
         torch.stack([t for kv in memory for t in kv], out=self.memory.flatten(0, 1))
         self.query.copy_(query)
@@ -492,7 +492,7 @@ class StaticSampler(nn.Module):
         return self.z[..., 1:].clone()
 
     def step(self, window):
-        """Draw token t from what came before it, write it down, go on to the next."""
+        """Draw token t given those before it, store it, and advance t."""
         h = self.embed(self.z.index_select(2, self.t)) + self.query.index_select(-2, self.t)
         for i, (block, cache) in enumerate(zip(self.blocks, self.caches, strict=True)):
             extend = functools.partial(cache.extend, self.t, window)
@@ -535,7 +535,7 @@ class OnePassEncoder(TokenEncoder):
 
 
 class VectorEncoder(nn.Module):
-    """A vector of `dim` numbers per token instead of logits, for methods that quantise it."""
+    """A vector of `dim` numbers per token, not logits, for vqvae, fsq and gaussian."""
 
     def __init__(self, x_shape, n_tokens, vocab_size, width, n_heads, n_layers, mlp_ratio, dim):
         super().__init__()
@@ -553,13 +553,13 @@ def uniform_like(t, *shape):
 
 
 class Decoder(nn.Module):
-    """What generative models share: tokens become vectors.
+    """Base of the generative models: turns tokens into vectors.
 
     A code is given as tokens (..., B) int64, as one-hot rows with gradient (..., B, V), or, if
-    there is no table of embeddings (vocab_size = 0), as vectors (..., B, H).
+    there is no embedding table (vocab_size = 0), as vectors (..., B, H).
     """
 
-    window = 0  # of credit per token: side, in places of tokens; 0: of whole codes
+    window = 0  # side of the window for credit per token, in token places; 0: credit whole codes
 
     def __init__(self, vocab_size, width):
         super().__init__()
@@ -588,7 +588,7 @@ class MLPDecoder(Decoder):
     def log_prob(self, x, z):
         logits = self.logits(z)  # (N, K, pixels)
         x = x.flatten(1).unsqueeze(1)  # (N, 1, pixels)
-        return (x * logits - F.softplus(logits)).sum(dim=-1)  # no matrix product: float32, always
+        return (x * logits - F.softplus(logits)).sum(dim=-1)  # float32 even under autocast
 
     def forward(self, z):
         logits = self.logits(z).unflatten(-1, self.x_shape)
@@ -596,7 +596,7 @@ class MLPDecoder(Decoder):
 
 
 def independent(distribution, n_dims):
-    """The last n_dims of a batch of distributions are one event."""
+    """Make the last n_dims of a batch of distributions one event."""
     return torch.distributions.Independent(distribution, n_dims, validate_args=False)
 
 
@@ -622,12 +622,12 @@ def all_reduce(t):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm over the whole batch, also when several processes share it: on GPUs and CPUs."""
+    """BatchNorm over the whole batch, even if several processes share it, on GPUs and CPUs."""
 
     def forward(self, h):
         if not (self.training and dist.is_available() and dist.is_initialized()):
             return super().forward(h)
-        # Moments around the running mean: the difference of two large squares would be rounded.
+        # Moments around the running mean: a difference of two large squares would lose precision.
         around = self.running_mean.clone()
         shifted = h.float() - around.view(-1, 1, 1)
         moments = torch.stack([shifted.mean(dim=(0, 2, 3)), shifted.square().mean(dim=(0, 2, 3))])
@@ -662,7 +662,7 @@ class Residual(nn.Module):
 
 
 def halvings(x_shape, n_tokens):
-    """How often a square image is halved until it has one place per token."""
+    """How many times to halve a square image until it has one place per token."""
     side, rest = math.isqrt(n_tokens), 0
     if side * side == n_tokens and x_shape[1] % side == 0:
         factor = x_shape[1] // side
@@ -679,8 +679,8 @@ class ResNetDecoder(Decoder):
     """Colour images, Gaussian per pixel with mean and variance: embed tokens, lay them out as a
     square, 3x3 convolution, residual blocks, then transposed convolutions up to the image.
 
-    The variance is learned as its logarithm and clipped to [0.01, 1] (x is standardised): inside
-    there is gradient, outside none. K is folded into the batch for BatchNorm.
+    The log variance is learned, clipped to a variance in [0.01, 1] (x is standardised); the clip
+    passes no gradient outside that range. K is folded into the batch for BatchNorm.
     """
 
     LOG_VAR = math.log(0.01), 0.0
@@ -699,7 +699,7 @@ class ResNetDecoder(Decoder):
             hidden = channels
         self.net = nn.Sequential(*layers)
         init_weights(self, embedding_std=1.0)
-        nn.init.constant_(layers[-1].bias[x_shape[0] :], math.log(0.5))  # in the clip's range
+        nn.init.constant_(layers[-1].bias[x_shape[0] :], math.log(0.5))  # inside the clip
 
     def moments(self, z):
         """Mean and log variance of x given z: (..., C, height, width) each, float32."""
@@ -763,19 +763,19 @@ class MotionDecoder(Decoder):
         log_px = gaussian_log_prob(x.unsqueeze(1), mean, log_var)  # (N, K, frames, features)
         if not self.window:
             return log_px.flatten(2).sum(dim=-1)  # (N, K)
-        return log_px.sum(dim=-1).repeat_interleave(2, dim=2) / 2  # (N, K, B): two tokens a frame
+        return log_px.sum(dim=-1).repeat_interleave(2, dim=2) / 2  # (N, K, B): two tokens per frame
 
     def credit(self, log_px):
         return F.avg_pool1d(log_px, self.window, 1, padding=self.window // 2) * self.window
 
     def forward(self, z):
         mean = self.mean(z)
-        std = mean.new_full((), self.VARIANCE**0.5)  # made there: no GPU waits
+        std = mean.new_full((), self.VARIANCE**0.5)  # created on the device: no sync
         return independent(torch.distributions.Normal(mean, std, validate_args=False), 2)
 
 
 class ResNetEncoder(nn.Module):
-    """A vector of `dim` numbers per token, like VectorEncoder, from strided convolutions: the
+    """A vector of `dim` numbers per token, like VectorEncoder, but by strided convolutions: the
     encoder of the VQ-VAE paper."""
 
     def __init__(self, x_shape, n_tokens, vocab_size, dim, hidden=128, n_blocks=2):
@@ -800,8 +800,8 @@ def init_weights(module, embedding_std):
     """LeCun-normal matrices, zero biases, normal embeddings.
 
     The scale of embeddings matters. A decoder with small ones gives all codes nearly the same
-    reward at first, and from differences that are noise the encoder learns noise. An encoder with
-    large ones lets the tokens before, at first random, drown what it sees of x.
+    reward at first, so the encoder learns from noise. In an encoder with large ones, the previous
+    tokens, random at first, drown out x.
     """
     for m in module.modules():
         if isinstance(m, nn.Embedding):
@@ -839,7 +839,7 @@ VECTORS = ("vqvae", "fsq", "gaussian")  # methods whose encoder gives vectors, n
 
 
 def fsq_levels(settings):
-    """The setting "8 8 4" as numbers; whether they make vocab_size values is for FSQ to say."""
+    """The setting "8 8 4" as numbers; FSQ checks that their product is vocab_size."""
     words = settings["fsq_levels"].split()
     if not words or not all(word.isdecimal() for word in words):
         wanted = "numbers whose product is vocab_size"
@@ -848,7 +848,7 @@ def fsq_levels(settings):
 
 
 def build_model(settings, x_shape):
-    """The method and networks that a run's settings ask for, with fresh parameters."""
+    """The method and networks for a run's settings, freshly initialised."""
     s, method = settings, settings["method"]
     code = (x_shape, s["n_tokens"], s["vocab_size"])
     size = (s["width"], s["n_heads"], s["n_layers"], s["mlp_ratio"])
@@ -878,13 +878,13 @@ def build_model(settings, x_shape):
 
 @torch.no_grad()
 def split_values(model, optimizer, generator, rare=0.05, noise=0.2):
-    """Turn values that the encoder hardly draws into copies of busy ones; how many there were.
+    """Turn values that the encoder rarely draws into copies of common ones; return how many.
 
     A value that drops out early would never come back: the encoder does not draw it, so the decoder
-    does not learn it, so it is bad when drawn. Each value used less than `rare` of an even share
-    becomes a copy of a busy one, whose probability the copies share: q over merged values and
-    log p(x|z) stay what they were, but for noise on the decoder's vectors, in units of the table's
-    deviation, from which the copies grow apart. Optimizer moments are copied along.
+    does not learn it, so its reward is low when drawn. Each value used less than `rare` of an even
+    share becomes a copy of a common one, and the copies split its probability: q over merged values
+    and log p(x|z) do not change, except for noise on the decoder's vectors, in units of the table's
+    standard deviation, which lets the copies diverge. Optimizer moments are copied too.
     """
     encoder, table = model.encoder, model.decoder.embed.weight
     count, V = encoder.usage.tolist(), encoder.vocab_size
@@ -911,8 +911,8 @@ def split_values(model, optimizer, generator, rare=0.05, noise=0.2):
 
 
 def n_parameters(model):
-    """How many numbers the recognition and the generative model learn, code vectors with the
-    latter; what only training needs (eta, a value function) is not counted."""
+    """Number of parameters of the recognition and the generative model, the latter with the code
+    vectors; parameters used only in training (eta, a value function) are not counted."""
     learned = dict(model.named_parameters())
     if hasattr(model, "codebook"):
         learned["codebook"] = model.codebook  # a buffer if it is a running mean

@@ -1,17 +1,17 @@
 """LAFAN1 on the Unitree H1 robot: kinematics, features of motion and their inverse, stick figures.
 
-The data are 40 CSV files of human motion retargeted to the robot, 30 frames per second. A frame is
-one line of 26 numbers: position of the pelvis in metres (3), its orientation as a quaternion
+The data are 40 CSV files of human motion retargeted to the robot, at 30 frames per second. A frame
+is one line of 26 numbers: position of the pelvis in metres (3), its orientation as a quaternion
 x y z w (4), joint angles in radians (19). Networks see segments of 32 frames as features:
 
     read_motion         file                ->  frames (n, 26)
-    motion_features     frames of one file  ->  what does not depend on the segment: a clip
+    motion_features     frames of one file  ->  a clip: what does not depend on the segment
     Segments            clips               ->  features (N, 32, 146)
     features_to_frames  features            ->  frames (N, 32, 26)
 
-N segments, n frames, 19 links of which each hangs on one joint. Quaternions are (..., 4), real part
-first, but for those in frames. No gradient is needed anywhere. This file imports nothing of this
-project: it can be copied alone.
+N segments, n frames, 19 links, one per joint. Quaternions are (..., 4), real part first, except in
+frames. No gradient is needed anywhere. This file imports nothing from this project: it can be
+copied alone.
 """
 
 import math
@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 LAFAN_URL = "https://huggingface.co/datasets/lvhaidong/LAFAN1_Retargeting_Dataset/resolve/main/h1/"
 LAFAN_VAL = ("dance2_subject2", "fight1_subject2", "run2_subject1", "walk2_subject4")
-LAFAN_FILES = {  # sha256 of each file, without its ending .csv
+LAFAN_FILES = {  # sha256 of each file, named without .csv
     "dance1_subject1": "741ffc4541e0b235528b662cc5d48444e51eb1f583a644104d0f77eb74aaa33a",
     "dance1_subject2": "879a41e51dff423a6f38ecd1c46e2200a3a0b49378295baae9b90bf45a3d0cc2",
     "dance1_subject3": "345f832292cd679d4ad0df4e8d470fbe2a59021665e05147557445d71710ec43",
@@ -94,7 +94,7 @@ H1 = (
 
 
 def read_motion(file):
-    """The frames of a file, a path or open: (n, 26) float64."""
+    """The frames of a file, given as a path or open file: (n, 26) float64."""
     return np.loadtxt(file, delimiter=",", ndmin=2)
 
 
@@ -137,7 +137,7 @@ def quat_from_axis_angle(axis, angle):
 
 
 def nonnegative_real(q):
-    """Of the two quaternions of a rotation, the one with w >= 0."""
+    """The one of a rotation's two quaternions that has w >= 0."""
     return q * torch.where(q[..., :1] < 0, -1.0, 1.0)
 
 
@@ -160,8 +160,8 @@ def forward_kinematics(angles):
 
 
 def inverse_kinematics(rotations):
-    """Joint angles (..., 19) from the links' rotations (..., 19, 4), which need not be exact: what
-    a joint cannot do is left out."""
+    """Joint angles (..., 19) from the links' rotations (..., 19, 4), which need not be exact: any
+    rotation that a joint cannot make is dropped."""
     angles = []
     for j, (_, parent, _, axis, tilt, middle) in enumerate(H1):
         pelvis = rotations.new_tensor([1.0, 0, 0, 0])
@@ -169,7 +169,7 @@ def inverse_kinematics(rotations):
         joint = quat_mul(quat_conj(above), rotations[..., j, :])
         joint = quat_mul(quat_from_axis_angle("x", rotations.new_tensor(-tilt)), joint)
         angle = 2 * torch.atan2(joint[..., 1 + "xyz".index(axis)], joint[..., 0])
-        # Angles are known up to whole turns: the one nearest to the middle of the joint's range.
+        # Angles are known up to whole turns: take the one nearest the middle of the joint's range.
         angles.append(torch.remainder(angle - middle + math.pi, 2 * math.pi) + middle - math.pi)
     return torch.stack(angles, dim=-1)
 
@@ -182,8 +182,8 @@ def joint_positions(frames):
 
 
 def frame_errors(true, decoded):
-    """How far decoded frames (N, n, 26) are from the true ones, means over n and joints: distance
-    of joints in cm (N,), difference of joint angles in degrees (N,)."""
+    """Errors of decoded frames (N, n, 26), means over n and joints: distance of joints in cm (N,),
+    difference of joint angles in degrees (N,)."""
     distance = (joint_positions(true) - joint_positions(decoded)).norm(dim=-1)  # (N, n, 20)
     angle = (true[..., 7:] - decoded[..., 7:]).abs()  # (N, n, 19)
     angle = torch.minimum(angle, 2 * math.pi - angle) * 180 / math.pi
@@ -195,8 +195,8 @@ def frame_errors(true, decoded):
 
 
 def motion_features(frames):
-    """Of one file, what does not depend on the segment. Frames (n, 26) float64 -> positions and
-    rotations of the links in the frame of the pelvis (n, 133) float32; position (n, 3) and rotation
+    """The features of a file that do not depend on the segment. Frames (n, 26) float64 -> positions
+    and rotations of the links in the pelvis frame (n, 133) float32; position (n, 3) and rotation
     (n, 4) of the root in the world; its linear and angular velocity in its own frame (n, 6)."""
     frames = torch.from_numpy(frames)
     positions, rotations = forward_kinematics(frames[:, 7:])
@@ -215,19 +215,19 @@ def motion_features(frames):
 
 
 def ground_frame(root, q):
-    """Where a segment begins that has the root at root (N, 3) with rotation q (N, 4): the point on
-    the ground below (N, 3), and the rotation about the vertical that turns x ahead (N, 4)."""
+    """The origin of a segment that starts with the root at root (N, 3) and rotation q (N, 4): the
+    point on the ground below (N, 3), and the rotation about z that turns x ahead (N, 4)."""
     w, x, y, z = q.unbind(dim=-1)
     yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
     return root * root.new_tensor([1, 1, 0]), quat_from_axis_angle("z", yaw)
 
 
 class Segments:
-    """Segments of 32 frames which begin every `stride` frames of each clip; none spans two.
+    """Segments of 32 frames that start every `stride` frames of each clip; none spans two clips.
 
     segments[index] are features (N, 32, 146) float64. Links (133): position and rotation of each of
-    19 in the frame of the pelvis. Root (13): position and rotation relative to where the segment
-    begins (ground_frame of its first frame), linear and angular velocity in its own frame.
+    19 in the frame of the pelvis. Root (13): position and rotation relative to the segment's origin
+    (ground_frame of its first frame), linear and angular velocity in its own frame.
     """
 
     def __init__(self, clips, stride):
@@ -250,14 +250,14 @@ class Segments:
         point, heading = ground_frame(root[:, 0], q[:, 0])
         back = quat_conj(heading).unsqueeze(1)  # (N, 1, 4)
         root, q = quat_rotate(back, root - point.unsqueeze(1)), quat_mul(back, q)
-        # A rotation has two quaternions: take w >= 0 first, then go on without a jump.
+        # A rotation has two quaternions: w >= 0 in the first frame, then no jumps.
         flips = (q[:, 1:] * q[:, :-1]).sum(dim=-1, keepdim=True).sign()
         first = torch.where(q[:, :1, :1] < 0, -1.0, 1.0).to(q)
         q = q * torch.cat([first, flips], dim=1).cumprod(dim=1)
         return torch.cat([links, root, q, velocity], dim=-1)
 
     def origin(self, index):
-        """Where segments begin in the world: ground_frame of their first frames."""
+        """The origins of segments in the world: ground_frame of their first frames."""
         start = self.starts[index]
         return ground_frame(self.parts[1][start], self.parts[2][start])
 
@@ -275,7 +275,7 @@ class Segments:
 
 def features_to_frames(features, origin=None):
     """Features (N, 32, 146) float64, which need not be exact -> frames (N, 32, 26): relative to
-    where each segment begins or, given its origin (point, heading), in the world."""
+    each segment's origin or, if origin (point, heading) is given, in the world."""
     rotations = features[..., :N_LINKS].unflatten(-1, (19, 7))[..., 3:]
     rotations = rotations / rotations.norm(dim=-1, keepdim=True).clamp_min(1e-9)
     root, q = features[..., N_LINKS : N_LINKS + 3], features[..., N_LINKS + 3 : N_LINKS + 7]
@@ -294,9 +294,9 @@ BONES = [{"left": LEFT, "right": RIGHT}.get(name.split()[0], INK) for name, *_ i
 
 
 def draw_figure(pen, joints, left, top, size):
-    """One figure in a square of the page that holds 1.8 m: joints (20, 3) in metres around a point
+    """One figure in a square of the page that spans 1.8 m: joints (20, 3) in metres around a point
     on the ground, seen from ahead and to the side."""
-    neck = joints[[12, 16]].mean(dim=0)  # between the shoulders, which hang on it in the picture
+    neck = joints[[12, 16]].mean(dim=0)  # between the shoulders, which are drawn attached to it
     head = neck + 0.15 * (neck - joints[0]) / (neck - joints[0]).norm().clamp_min(1e-6)
     x, y, z = torch.cat([joints, neck[None], head[None]]).unbind(dim=-1)  # (22,) each
     across, up = (y - x) / 2**0.5, z + 0.12 * (x + y)
@@ -312,7 +312,7 @@ def draw_figure(pen, joints, left, top, size):
 
 
 def on_the_spot(joints, root):
-    """Joints (n, 20, 3) moved so that the pelvis root (n, 1, 3) stays above one point."""
+    """Joints (n, 20, 3), shifted so that the pelvis root (n, 1, 3) stays above one point."""
     return joints - root * root.new_tensor([1, 1, 0])
 
 
@@ -329,8 +329,8 @@ def film(rows, frame_numbers, size=120):
 
 
 def side_by_side(true, decoded, size=300):
-    """The pages of an animation, one for each of n frames (n, 26): the true figure on the left, the
-    decoded one on the right, both around the true pelvis, so that the decoded one's drift shows."""
+    """The images of an animation, one for each of n frames (n, 26): the true figure on the left,
+    the decoded one on the right, both centred on the true pelvis, so that drift shows."""
     font, pages = ImageFont.load_default(13), []
     true, decoded = joint_positions(true), joint_positions(decoded)  # (n, 20, 3)
     pair = [on_the_spot(joints, true[:, :1]) for joints in (true, decoded)]

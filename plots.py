@@ -1,4 +1,4 @@
-"""Pictures, drawn with Pillow from images, counts and the rows of log.jsonl: never from a model.
+"""Pictures, drawn with Pillow from images, counts and the rows of log.jsonl; no model is needed.
 
     draw_curves({"DAPS": [log_of_seed_0, log_of_seed_1], "VQ-VAE": [log]}).save("curves.png")
 
@@ -41,8 +41,8 @@ def to_numpy(values):
 
 
 def grid(images, columns, gap=4):
-    """Images (n, 1 or 3, height, width) in [0, 1] in rows of so many columns. Those narrower than
-    64 pixels are drawn at twice their size."""
+    """Images (n, 1 or 3, height, width) in [0, 1] in a grid with this many columns. Images narrower
+    than 64 pixels are drawn at twice their size."""
     pixels = (to_numpy(images) * 255).round().clip(0, 255).astype(np.uint8).transpose(0, 2, 3, 1)
     n, height, width, channels = pixels.shape
     scale = 2 if width < 64 else 1
@@ -58,13 +58,13 @@ def grid(images, columns, gap=4):
 
 
 def images_per_row(image_width):
-    """How many images fill a row of a picture: 512 pixels, but at least 4 and at most 16 images."""
+    """How many images fit a row of 512 pixels, but at least 4 and at most 16."""
     return max(4, min(16, 512 // image_width))
 
 
 def draw_codes(counts, columns=4, cell=8):
     """How often each position used each value, counts (B, V): one square per position with a cell
-    for each of the V values, the darker the more often used. Of long codes, the first 16 tokens."""
+    for each of the V values, darker if used more often. For long codes, the first 16 tokens."""
     counts = to_numpy(counts)[:16]
     side = math.isqrt(counts.shape[1] - 1) + 1  # cells
     step_x, step_y = max(side * cell, 120) + 24, side * cell + 40
@@ -95,16 +95,16 @@ def ticks(low, high, n=5):
 
 
 def log_ticks(low, high):
-    """log10 of 1, 2, 5, 10, 20, ... from low to high; over many decades, of powers of ten."""
+    """log10 of 1, 2, 5, 10, 20, ... from low to high; over many decades, only powers of ten."""
     digits = (1, 2, 5) if high - low < 3 else (1,)
-    stride = math.ceil((high - low) / 8)  # decades from label to label
+    stride = math.ceil((high - low) / 8)  # decades between labels
     powers = (k for k in range(math.floor(low), math.ceil(high) + 1) if k % stride == 0)
     values = [k + math.log10(digit) for k in powers for digit in digits]
     return [value for value in values if low <= value <= high]
 
 
 def tick_labels(values):
-    """Evenly spaced ticks as text: one unit for all, and as many decimals as tell them apart."""
+    """Evenly spaced ticks as text: one unit for all, and enough decimals to tell them apart."""
     largest = max(map(abs, values))
     step = values[1] - values[0] if len(values) > 1 else largest or 1
     scale, unit = (1, "") if largest < 1e5 else (1e3, "k") if largest < 1e6 else (1e6, "M")
@@ -115,7 +115,7 @@ def tick_labels(values):
 
 
 def axis_range(values, log_scale):
-    """The lowest and the highest value with a margin, wide enough for ticks of four digits."""
+    """The lowest and the highest value, with a margin wide enough for ticks of four digits."""
     low, high = min(values), max(values)
     if log_scale:
         low, high = math.floor(low), math.floor(high) + 1  # whole decades
@@ -128,7 +128,7 @@ def axis_range(values, log_scale):
 
 
 def points_of(log, split, key, log_scale=False):
-    """{step: value} of what a log has under this key, as log10 on a log scale. Missing (None) and
+    """{step: value} of a log's values for this key, as log10 on a log scale. Missing (None) and
     non-finite values are left out."""
     rows = ((row["step"], row.get(key)) for row in log if row["split"] == split)
     points = {step: value for step, value in rows if value is not None and math.isfinite(value)}
@@ -138,9 +138,9 @@ def points_of(log, split, key, log_scale=False):
 
 
 def mean_and_deviation(runs):
-    """Runs {step: value} -> a list of (step, mean, standard deviation) at the steps that all have.
+    """Runs {step: value} -> a list of (step, mean, standard deviation) at the steps all runs have.
 
-    The deviation is the unbiased one, over n - 1; of a single run it is 0.
+    The standard deviation is over n - 1; for a single run it is 0.
     """
     curve = []
     for step in sorted(set.intersection(*map(set, runs))) if runs else []:
@@ -152,7 +152,7 @@ def mean_and_deviation(runs):
 
 def draw_plot(title, curves, y_range=None, log_scale=False, size=PANEL_SIZE):
     """Curves over steps: (colour, [(step, mean, deviation), ...]) each, drawn as a line with a band
-    of one deviation on both sides. With log_scale, values are logarithms to base 10."""
+    of one deviation on each side. With log_scale, values are logarithms to base 10."""
     page = Image.new("RGB", size, PAPER)
     pen = ImageDraw.Draw(page)
     pen.text((size[0] / 2, 16), title, INK, font(15), anchor="mm")
@@ -196,7 +196,7 @@ def draw_plot(title, curves, y_range=None, log_scale=False, size=PANEL_SIZE):
 
 
 def paint(page, colour, shape, points, **options):
-    """Draw a line or a polygon with smooth edges: four times as large, then reduced."""
+    """Draw a line or a polygon with smooth edges: at four times the size, then reduced."""
     mask = Image.new("L", (4 * page.width, 4 * page.height))
     draw = getattr(ImageDraw.Draw(mask), shape)
     draw([(4 * x, 4 * y) for x, y in points], **options)
@@ -207,8 +207,8 @@ def draw_curves(groups):
     """Validation and training metrics over steps: 3 x 2 panels and a legend below.
 
     groups: {label: [log, ...]}, where a log is the list of rows of one log.jsonl. Every label has a
-    colour. Several logs, of runs that differ in their seed, are drawn as their mean and a band of
-    one standard deviation, over the steps that all of them have; on a log scale, of logarithms.
+    colour. Several logs (of different seeds) are drawn as their mean and a band of one standard
+    deviation, at the steps that all of them have; on a log scale, both are of logarithms.
     """
     width, height = PANEL_SIZE
     panels = []
@@ -229,7 +229,7 @@ def draw_curves(groups):
 
 
 def draw_legend(labels, width, note="", row_height=20, margin=66):
-    """Labels beside their colours, in as many columns as fit; a note about all of them below."""
+    """Labels next to their colours, in as many columns as fit; a note below."""
     room = width - 2 * margin
     labels = [shortened(label, room - 60) for label in labels]
     column = 60 + max((font().getlength(label) for label in labels), default=0)
@@ -246,7 +246,7 @@ def draw_legend(labels, width, note="", row_height=20, margin=66):
 
 
 def shortened(text, width):
-    """The text, or as much of its end as fits: of long paths, the end tells runs apart."""
+    """The text, or as much of its end as fits: the end of a long path tells runs apart."""
     n = len(text)
     while n and font().getlength(text[-n:]) > width:
         n -= 1
@@ -254,7 +254,7 @@ def shortened(text, width):
 
 
 def draw_bars(rows, width=920, height=40, left=150):
-    """{label: {part: milliseconds}} as one bar per label, divided into the shares of its parts."""
+    """{label: {part: milliseconds}} as one bar per label, split into the shares of its parts."""
     parts = list(next(iter(rows.values())))
     legend = draw_legend(parts, width, margin=8)
     page = Image.new("RGB", (width, height * len(rows) + legend.height), PAPER)

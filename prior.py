@@ -1,17 +1,17 @@
-"""A prior over the codes of a trained run, by discrete flow matching, and what it generates.
+"""A prior over the codes of a trained run, by discrete flow matching, and samples from it.
 
     python prior.py out/mnist_daps                    train on the codes of a run; table, pictures
-    python prior.py out/mnist_daps --sample=True      table and pictures of a prior that is there
-    python prior.py out/mnist_* --resume=True         train what is not finished; one table of all
+    python prior.py out/mnist_daps --sample=True      table and pictures of a trained prior
+    python prior.py out/mnist_* --resume=True         train unfinished priors; one table of all
     python prior.py out/mnist_daps --max_steps=250000 --batch_size=64 --lr=1e-4
                                                       the authors' budget, for a GPU
 
     model, prior = load("out/mnist_daps"), load_prior("out/mnist_daps")
     images = model.decode(prior.sample(torch.tensor([3, 1, 4]))).mean
 
-Codes travel from uniform noise z_0 at t = 0 to data z_1 at t = 1 (Campbell et al. 2024, Gat et al.
-2024): a network that sees z_t predicts z_1, and sampling follows its predictions in small steps.
-The first half of this file needs torch alone.
+Codes move from uniform noise z_0 at t = 0 to data z_1 at t = 1 (Campbell et al. 2024, Gat et al.
+2024): a network predicts z_1 from z_t, and sampling follows its predictions in small steps.
+The first half of this file needs only torch.
 
 Letters: N codes in a batch, B tokens per code, V values per token, H width.
 """
@@ -46,35 +46,35 @@ from motion import FRAMES, film, joint_positions
 from plots import grid, images_per_row
 
 # ---------------------------------------------------------------------------------------------
-# Settings. Files and --key=value on the command line override them; --help lists them.
+# Settings. Config files and --key=value override them; --help lists them.
 
-data_dir = ""  # where the data sets are; empty: where the run found them
-resume = False  # go on from prior.pt, if it is there
-overwrite = False  # replace the prior that a run holds
-sample = False  # no training: table and pictures of the prior that is there
+data_dir = ""  # where the data sets are; empty: the run's data_dir
+resume = False  # continue from prior.pt, if there is one
+overwrite = False  # replace the run's prior
+sample = False  # do not train: table and pictures of the trained prior
 # the network; the defaults are the authors'
 n_layers = 2  # transformer blocks
 width = 128  # H
 n_heads = 4  # attention heads
 # training
-n_draws = 1  # codes kept per training example; those of VQ-VAE and FSQ are all the same
+n_draws = 1  # codes drawn per training example; VQ-VAE and FSQ always give the same one
 max_steps = 2000  # the authors: 250,000
 batch_size = 128  # N; the authors: 64
-lr = 2e-3  # highest, of AdamW: warm-up, then a cosine down to 0; the authors: 1e-4, constant
-label_dropout = 0.1  # share of codes whose label is hidden: guidance needs p(z) as well
+lr = 2e-3  # peak rate of AdamW: warm-up, then a cosine down to 0; the authors: 1e-4, constant
+label_dropout = 0.1  # share of codes whose label is hidden: guidance also needs p(z)
 eval_interval = 500  # steps between validations, each of which saves prior.pt
 # sampling
 n_steps = 40  # Euler steps; the authors' dt is 1/40
-guidance = 1.0  # 0: labels are ignored; 1: p(z | label); above: more typical of the label
+guidance = 1.0  # 0: ignore labels; 1: p(z | label); above: more typical of the label
 n_generated = 2000  # codes generated for the table
-classifier_steps = 1000  # training of the classifier that judges them; 0: none
+classifier_steps = 1000  # training steps of the classifier that judges them; 0: no classifier
 # machine
 seed = 0  # of parameters, batches and noise
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
 n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
 
 # ---------------------------------------------------------------------------------------------
-# The flow. Each token of z_t is that of z_1 with probability t, else that of z_0, which is uniform:
+# The flow. Each token of z_t is from z_1 with probability t, else from z_0, which is uniform:
 #
 #     p(z_t^i | z_1^i) = t [z_t^i = z_1^i] + (1 - t) / V,  independently for every position i.
 
@@ -90,9 +90,9 @@ def posterior(logits, z_t, t):
     """log p(z_1^i | z_t) of every token: logits (N, B, V), z_t (N, B), t (N,) below 1 -> (N, B, V).
 
     By Bayes' rule, p(z_1^i | z_t) is proportional to p(z_1^i | z_t without i) p(z_t^i | z_1^i). The
-    second factor is known: it makes z_1^i = z_t^i more likely by 1 + V t / (1 - t) than any other
-    value. With it added here (ours, not the authors'), the network need not learn for every t how
-    far to trust the token it sees, and the bound below stays finite as t -> 1.
+    second factor is known: it favours z_1^i = z_t^i by 1 + V t / (1 - t) over other values. With it
+    added here (ours, not the authors'), the network need not learn for every t how far to trust the
+    token it sees, and the bound below stays finite as t -> 1.
     """
     trust = torch.log1p(logits.size(-1) * t / (1 - t)).to(logits.dtype)  # (N,)
     trust = trust.view(-1, 1, 1).expand(*z_t.shape, 1)
@@ -102,8 +102,8 @@ def posterior(logits, z_t, t):
 def guided(log_p, log_p_free, guidance):
     """Classifier-free guidance: p(z_1^i | z_t, label)^g p(z_1^i | z_t)^(1 - g), normalised.
 
-    It is exact for g = 0 and 1, and a heuristic else: these are not the posteriors of the codes'
-    distribution tilted in the same way.
+    Exact for g = 0 and 1, otherwise a heuristic: tilting the posteriors is not the same as tilting
+    the distribution of the codes.
     """
     return (guidance * log_p + (1 - guidance) * log_p_free).log_softmax(dim=-1)
 
@@ -113,31 +113,31 @@ def step_probabilities(log_p, z_t, steps_left):
 
     A Markov chain whose tokens jump at rate 1 / (1 - t), each to a draw from p(z_1^i | z_t), has
     the marginals of z_t. In a step of length h, a token jumps with probability h / (1 - t), which
-    is exact, 1 - exp(-integral of the rate), and 1 in the last step. What is approximate is that
-    posteriors stay as they are at the start of a step: tokens that jump in the same one do not see
-    each other. This error is of first order in h.
+    is exact, 1 - exp(-integral of the rate), and 1 in the last step. The approximation is that
+    posteriors are held fixed during a step: tokens that jump in the same step do not see each
+    other. This error is of first order in h.
     """
     stay = F.one_hot(z_t, log_p.size(-1)).to(log_p.dtype)
     return stay + (log_p.exp() - stay) / steps_left
 
 
 def bound_rate(log_p, z_1, z_t, t):
-    """What each unit of time at t adds to a bound on -log p(z_1), in nats: (N,) float64.
+    """The integrand over t of a bound on -log p(z_1), in nats per unit of time: (N,) float64.
 
     Run backwards, the noise is a Markov chain too: from t to t - dt, a token is redrawn uniformly
     with probability dt / t. In its reversal, token i goes from x to y != x at the rate
 
         r(y) = sum_v p(z_1^i = v | z_t) p(y | v) / p(x | v) / (t V),
 
-    p(y | v) being that of the path, above. Given z_1, it is r(y | z_1), with v = z_1^i alone. The
-    KL divergence from the paths of the model to those that are given z_1 and so end there bounds
-    -log p(z_1). It is the integral over t of the mean, over z_t ~ p(z_t | z_1), of
+    where p(y | v) is that of the path above. Given z_1, the rate is r(y | z_1), with only v = z_1^i
+    in the sum. The KL divergence of the paths given z_1, which end there, from the model's paths
+    bounds -log p(z_1). It is the integral over t of the mean, over z_t ~ p(z_t | z_1), of
 
         sum_i sum_{y != x} r(y | z_1) log(r(y | z_1) / r(y)) - r(y | z_1) + r(y)
 
-    and with exact posteriors it is -log p(z_1). This chain has the marginals of the one we sample
-    but more jumps. The bound of the latter (Shaul et al. 2024) is looser, for uniform codes by
-    almost 1 nat per token: given z_1, its paths tell which tokens have arrived, and z_t does not.
+    and equals -log p(z_1) for exact posteriors. This chain has the marginals of the one we sample
+    but more jumps. The bound for the latter (Shaul et al. 2024) is looser, for uniform codes by
+    almost 1 nat per token: given z_1, its paths show which tokens have arrived; z_t does not.
     """
     V, t = log_p.size(-1), t.double().view(-1, 1, 1)
     equal, other = t + (1 - t) / V, (1 - t) / V  # p(x | v) for x = v and for x != v
@@ -153,13 +153,13 @@ def bound_rate(log_p, z_1, z_t, t):
 
 def draw(p, u):
     """A value from each row of p (M, V) by inverse CDF at u (M, 1), uniform in [0, 1): (M, 1)."""
-    cdf = p.cumsum(dim=1)  # its last entry, 1 but for rounding, scales u: no value is out of reach
+    cdf = p.cumsum(dim=1)  # u is scaled by its last entry, 1 up to rounding: never past the end
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_max(p.size(1) - 1)
 
 
 class Prior(nn.Module):
-    """p(z | label): a bidirectional transformer that predicts z_1 from z_t, t and the label, the
-    last two added to every token. The label n_labels stands for none."""
+    """p(z | label): a bidirectional transformer that predicts z_1 from z_t, t and the label; t and
+    the label are added to every token. The label n_labels means no label."""
 
     def __init__(self, n_tokens, vocab_size, n_labels, width=128, n_heads=4, n_layers=2):
         super().__init__()
@@ -174,7 +174,7 @@ class Prior(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab_size)
         for weight in (self.embed.weight, self.positions, self.label.weight):
-            nn.init.normal_(weight, std=0.1)  # with 1 or 0.02 it learns more slowly
+            nn.init.normal_(weight, std=0.1)  # 1 and 0.02 learn more slowly
 
     def forward(self, z_t, t, labels):
         """log p(z_1^i | z_t, label): z_t (N, B), t (N,) below 1, labels (N,) -> (N, B, V)."""
@@ -184,8 +184,8 @@ class Prior(nn.Module):
 
     @torch.no_grad()
     def sample(self, labels, guidance=1.0, n_steps=40, generator=None, with_path=False):
-        """Codes (N, B) for labels (N,), or as many without label as a number says; with_path, z_t
-        at all times: (n_steps + 1, N, B). Costs n_steps evaluations, twice that if guided."""
+        """Codes (N, B) for labels (N,), or N codes without label if labels is the number N;
+        with_path: z_t at all times, (n_steps + 1, N, B). n_steps evaluations, twice if guided."""
         device = self.positions.device
         if isinstance(labels, int):
             labels = torch.full((labels,), self.n_labels)
@@ -207,7 +207,7 @@ class Prior(nn.Module):
 
 
 def spread(u):
-    """Times in [0, 1), one for each of u (N,), uniform and evenly spread over the batch."""
+    """Times in [0, 1), one for each of u (N,), uniform and stratified over the batch."""
     return ((torch.arange(len(u), device=u.device) + u) / len(u)).clamp_max(1 - 1e-6)
 
 
@@ -220,8 +220,8 @@ def cross_entropy(prior, z_1, t, labels, u):
 @torch.no_grad()
 def flow_bits(prior, z, labels, generator, n):
     """The bound in bits per code, mean over codes z given labels, from n draws of z_t, and its
-    standard error. Integrated over u, t = 1 - u^2, dt = 2 u du: with t uniform, rare jumps at rate
-    1 / (1 - t) would make the variance infinite."""
+    standard error. Integrated over u with t = 1 - u^2, dt = 2 u du: with t uniform, rare jumps at
+    rate 1 / (1 - t) would make the variance infinite."""
     rows = torch.cat([torch.randperm(len(z), generator=generator) for _ in range(0, n, len(z))])[:n]
     u = spread(torch.rand(n, generator=generator, dtype=torch.float64)).clamp_min(1e-4)
     bits = []
@@ -239,7 +239,7 @@ def flow_bits(prior, z, labels, generator, n):
 # ---------------------------------------------------------------------------------------------
 # Codes and priors of a run, kept in its folder.
 
-CODE_NOISE, FLOW_NOISE, FLOW_VAL_NOISE = 16, 17, 18  # streams of randomness, beside data.py's
+CODE_NOISE, FLOW_NOISE, FLOW_VAL_NOISE = 16, 17, 18  # streams of randomness, next to data.py's
 
 
 def digest_of_model(out_dir):
@@ -261,11 +261,11 @@ def load_prior(out_dir, device="cpu"):
 
 @torch.no_grad()
 def load_codes(out_dir, model, data, n_draws, seed, size=250):
-    """Codes (n, B) and labels (n,), int64, of the training and of the validation set: z_train,
-    y_train, z_val, y_val. Without labels, these are 0.
+    """Codes (n, B) and labels (n,), int64, of the training and validation sets: z_train, y_train,
+    z_val, y_val. If there are no labels, y is 0.
 
-    They are drawn from q(z|x) once and kept in codes.pt. Of training examples, n_draws are drawn
-    one epoch after the other, each of image folders from another crop.
+    They are drawn from q(z|x) once and kept in codes.pt. Each training example has n_draws codes,
+    drawn in successive epochs; for image folders, each is of a different crop.
     """
     path, source = os.path.join(out_dir, "codes.pt"), [digest_of_model(out_dir), n_draws, seed]
     if os.path.exists(path):
@@ -294,19 +294,19 @@ def load_codes(out_dir, model, data, n_draws, seed, size=250):
         add("val", x, index, noise[index.to(device)])
     bar.close()
     codes = {key: torch.cat(values) for key, values in found.items()}
-    codes |= {key: codes[key][:n] for key in ("z_train", "y_train")}  # of whole batches
+    codes |= {key: codes[key][:n] for key in ("z_train", "y_train")}  # cut the last batch
     write(path, as_bytes(torch.save, {**codes, "source": source}))
     return {key: value.long() for key, value in codes.items()}
 
 
 def evenly(n, limit):
-    """At most `limit` of n rows, evenly spread: neighbours may have the same label."""
+    """At most `limit` of n rows, evenly spaced: neighbours may have the same label."""
     limit = max(1, min(n, limit))
     return torch.arange(limit) * n // limit
 
 
 def train(out_dir, n_tokens, vocab_size, n_labels, codes, stop):
-    """Train a prior to max_steps; prior.pt and prior.jsonl keep it."""
+    """Train a prior to max_steps, saved in prior.pt and prior.jsonl."""
     path, log_path = (os.path.join(out_dir, f"prior.{ending}") for ending in ("pt", "jsonl"))
     size = dict(n_tokens=n_tokens, vocab_size=vocab_size, n_labels=n_labels)
     size |= dict(width=width, n_heads=n_heads, n_layers=n_layers)
@@ -370,13 +370,13 @@ def train(out_dir, n_tokens, vocab_size, n_labels, codes, stop):
 
 
 # ---------------------------------------------------------------------------------------------
-# What it knows and what it generates
+# Evaluation and samples
 
 
 def marginal_bits(codes, n_labels, vocab_size):
     """Bits per validation code with independent positions: by their marginals in training, and by
-    those of each label. Counts are smoothed, towards uniform and towards the marginals of all
-    labels, as much as suits the validation codes best."""
+    the marginals of each label. Counts are smoothed, towards uniform and towards the marginals of
+    all labels; the amount is the best for the validation codes."""
     weights = torch.tensor([1.0, 10.0, 100.0, 1000.0]).view(-1, 1, 1)
     z, y, z_val, y_val = codes.values()
     bits = torch.zeros(2, len(weights))
@@ -391,8 +391,8 @@ def marginal_bits(codes, n_labels, vocab_size):
 
 
 def marginal_samples(codes, labels, generator):
-    """Codes (N, B) for labels (N,) with independent positions: every token is that of some training
-    code with this label."""
+    """Codes (N, B) for labels (N,) with independent positions: every token is taken from some
+    training code with this label."""
     z = torch.empty(len(labels), codes["z_train"].size(1), dtype=torch.long)
     for label in labels.unique():
         known, where = codes["z_train"][codes["y_train"] == label], labels == label
@@ -402,7 +402,7 @@ def marginal_samples(codes, labels, generator):
 
 
 def load_classifier(data, n_labels, size=128):
-    """A small convolutional network that tells the labels of real images; trained once and kept."""
+    """A small convolutional classifier of the real images; trained once and cached."""
     channels, side, layers = data.shape[0], data.shape[1], []
     while side > 7:
         wider = min(128, max(32, 2 * channels))
@@ -429,7 +429,7 @@ def load_classifier(data, n_labels, size=128):
 
 
 def generate(prior, labels, with_path=False):
-    """Codes for labels (N,) as the settings say, the same every time."""
+    """Codes for labels (N,), sampled by the settings, the same every time."""
     generator, size = torch.Generator(device).manual_seed(seed), prior.n_tokens * prior.vocab_size
     options = (guidance, n_steps, generator, with_path)
     parts = [prior.sample(part, *options) for part in labels.split(max(1, 2**22 // size))]
@@ -468,8 +468,8 @@ def measure(prior, model, data, codes, classifier):
         return row
 
     def accuracy(images, y):
-        """The share of images that the classifier gives their labels y. Where data are binary, so
-        are images: each pixel is 1 if its mean is above 1/2."""
+        """The share of images that the classifier assigns their label y. For binary data, images
+        are made binary too: each pixel is 1 if its mean is above 1/2."""
         images = (x.round() if data.white == 1 else x for x in images)
         found = torch.cat([classifier(x).argmax(dim=1).cpu() for x in images])
         return (found == y).double().mean().item()
@@ -518,8 +518,8 @@ def print_table(rows):
 
 @torch.no_grad()
 def draw_pictures(prior, model, data):
-    """labels.png: a row for each label, a real image and generated ones; or, without labels,
-    generated ones. steps.png: what the decoder makes of z_t from t = 0 to t = 1, a row per code."""
+    """labels.png: a row for each label, a real image and generated ones; without labels, only
+    generated ones. steps.png: z_t decoded from t = 0 to t = 1, a row per code."""
     is_motion, n_labels = len(data.shape) == 2, prior.n_labels
 
     def decode(z):
@@ -542,7 +542,7 @@ def draw_pictures(prior, model, data):
             "labels.png": draw_codes(generate(prior, torch.zeros(6 * n).long()), n),
             "steps.png": steps,
         }
-    # Many labels stand in three blocks side by side, at most 63 of them.
+    # Many labels are laid out in three blocks side by side, at most 63 of them.
     blocks, n = (3, min(n, 8)) if n_labels > 20 else (1, n)
     labels = data.y_val.long().unique()
     labels = labels[evenly(len(labels), 63)]

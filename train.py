@@ -6,8 +6,8 @@
     python train.py config/mnist_daps.py --resume=True          continue after an interruption
     torchrun --nproc_per_node=2 train.py config/mnist_daps.py   two processes share every batch
 
-With --max_restarts, torchrun starts the same command again when a process dies: give it
---resume=True from the start, which starts afresh only where out_dir has no checkpoint yet.
+With --max_restarts, torchrun runs the same command again when a process dies: pass --resume=True
+from the first run on; without a checkpoint in out_dir, it starts from step 0.
 
 Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token,
 H width.
@@ -44,34 +44,34 @@ from eval import evaluate, one_line, report
 from models import AUTOREGRESSIVE, METHODS, VECTORS, build_model, n_parameters, split_values
 
 # ---------------------------------------------------------------------------------------------
-# Settings. Files and --key=value on the command line override them; --help lists them.
+# Settings. Config files and --key=value override them; --help lists them.
 
 # what
 method = "daps"  # daps, gumbel, grmck, rloo (each also _na: in one pass), ppo, reinmax_na, ...
-dataset = "glyphs"  # glyphs: drawn on the spot; mnist, cifar10, lafan: downloaded; imagenet
-data_dir = DATA_DIR  # holds a folder per data set; or, for imagenet, images in folders
+dataset = "glyphs"  # glyphs: drawn on the fly; mnist, cifar10, lafan: downloaded; imagenet
+data_dir = DATA_DIR  # has a folder per data set; for imagenet, may be a folder of image folders
 image_size = 256  # imagenet: side of the images
 out_dir = ""  # checkpoints, log and pictures go here; empty: out/<dataset>_<method>
-resume = False  # continue from last.pt in out_dir, if it is there
-overwrite = False  # replace the run that out_dir holds
+resume = False  # continue from last.pt in out_dir, if there is one
+overwrite = False  # replace the run in out_dir
 # the code and the networks
 n_tokens = 8  # B, tokens per code
 vocab_size = 256  # V, values per token
 width = 64  # H
 n_heads = 4  # attention heads
-n_layers = 1  # transformer blocks, per side where there are two (autoregressive)
-mlp_ratio = 4  # hidden width of a block's MLP over H
+n_layers = 1  # transformer blocks; autoregressive: over patches, and as many over tokens
+mlp_ratio = 4  # hidden width of a block's MLP, as a multiple of H
 decoder_layers = 2  # lafan: transformer blocks of the decoder
 resnet_encoder = False  # vqvae, fsq, gaussian in colour: convolutions instead of a transformer
 tied = True  # logits are products with the decoder's vectors; False: a table of their own
 aligned = True  # autoregressive: the query of token t also sees patch t; one-pass methods always do
 # the estimator
 n_samples = 8  # K, codes sampled per example
-ess_target = 0.33  # effective sample size of the K weights, over K
+ess_target = 0.33  # effective sample size of the K weights, as a share of K
 eta_update = "solve"  # solve: exact on every batch; gradient: the paper's step on log eta
-centred = True  # daps: take 1 / K off the weights; False: eq. (6) as printed
-credit_window = 3  # daps, decoders with places: a token's reward is of so many around it; 0: all
-split_interval = 50  # steps after which values that are hardly used copy busy ones; 0: off
+centred = True  # daps: subtract 1 / K from the weights; False: eq. (6) as printed
+credit_window = 3  # daps, decoders with a place per token: side of its reward's window; 0: whole x
+split_interval = 50  # steps between turning rarely used values into copies of common ones; 0: off
 beta_init = 0.5  # weight of the KL to the prior at the first step
 beta_final = 0.01  # and at the last; exponential in between
 # the other estimators
@@ -79,9 +79,9 @@ tau_init = 1.0  # gumbel, grmck, reinmax: temperature at the first step
 tau_final = 1.0  # and at the last; exponential in between
 mc_samples = 100  # grmck: conditional Gumbels per token
 ppo_epochs = 1  # ppo: updates per batch
-ppo_clip = 0.2  # ppo: how far the ratio of probabilities may go
+ppo_clip = 0.2  # ppo: how far the ratio of probabilities may move from 1
 commitment = 0.25  # vqvae: weight of the commitment term
-vq_ema = True  # vqvae: code vectors by running means, k-means start, revival; else by gradient
+vq_ema = True  # vqvae: code vectors by running means, k-means start, revival; False: by gradient
 fsq_levels = "8 8 4"  # fsq: levels per number; their product is vocab_size
 # optimisation
 max_steps = 2000  # optimizer steps; all schedules end here
@@ -92,10 +92,10 @@ lr_final = 0.0  # lowest learning rate of the cosine
 warmup_steps = 50  # steps of linear warm-up
 weight_decay = 1e-4  # decoupled, on all weights
 grad_clip = 0.0  # largest norm of the gradient; 0: off
-max_skipped = 20  # stop after so many steps in a row with a non-finite gradient
+max_skipped = 20  # stop after this many steps in a row with a non-finite gradient
 # memory
-accumulate = 1  # parts of a batch that are worked on one after the other
-recompute = 0  # parts in which codes are scored, computed again for the gradient; 0: keep all
+accumulate = 1  # process each batch in this many parts, one after the other
+recompute = 0  # score codes in this many parts, computed again for the gradient; 0: keep all
 # log and evaluation
 eval_interval = 250  # steps between validations, each of which saves last.pt
 eval_examples = 0  # validation examples during training; 0: all
@@ -110,8 +110,8 @@ cuda_graphs = False  # autoregressive: replay the sampler's steps as CUDA graphs
 n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
 
 # ---------------------------------------------------------------------------------------------
-# Check the settings before anything is written, downloaded or computed. What the networks and
-# methods check themselves is not repeated here: they are built on paper, without memory.
+# Check the settings before anything is written, downloaded or computed. Checks in the networks and
+# methods are not repeated here: building the model on the meta device runs them.
 settings, unused = configure(globals(), sys.argv[1:])
 rank, world_size = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1)))
 is_main = rank == 0  # the process that prints and writes
@@ -171,7 +171,7 @@ except ImportError as error:
     raise UserError(f"wandb_log is True: {error}; pip install wandb") from None
 
 # ---------------------------------------------------------------------------------------------
-# Where to run and where to write. Under torchrun each process takes its share of every batch.
+# Device, output folder, processes. Under torchrun, each process takes its share of every batch.
 device = setup_device(device)
 device_type = torch.device(device).type
 last_path, best_path, log_path, config_path = paths = [
@@ -179,7 +179,7 @@ last_path, best_path, log_path, config_path = paths = [
 ]
 lock = claim(out_dir, paths, resume, overwrite) if is_main else None
 if world_size > 1:
-    # torchrun's store outlives a restart, and so do the addresses of dead processes in it.
+    # torchrun's store survives a restart, with the addresses of dead processes still in it.
     store, *_ = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     backend = "nccl" if device_type == "cuda" else "gloo"
@@ -187,8 +187,8 @@ if world_size > 1:
 stop = StopSignal()
 autocast = torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bfloat16")
 
-# A resumed run is the same run: only what does not change its course may differ (rounding aside;
-# a new max_steps stretches the schedules).
+# A resumed run is the same run: only settings that do not change its results may differ (rounding
+# aside; a new max_steps stretches the schedules).
 may_differ = {"out_dir", "data_dir", "resume", "overwrite", "max_steps", "eval_interval"}
 may_differ |= {"log_interval", "wandb_log", "device", "dtype", "use_compile", "n_workers"}
 may_differ |= {"recompute", "cuda_graphs"}
@@ -204,8 +204,8 @@ elif resume and os.path.exists(config_path) and not overwrite:  # stopped before
         check_same_run(out_dir, settings, json.load(file), may_differ)
 
 # ---------------------------------------------------------------------------------------------
-# Data, model and optimizer. log_eta, if trained by gradient, has its own rate, no decay, no
-# clipping.
+# Data, model and optimizer. log_eta, if trained by gradient, has its own learning rate, no weight
+# decay and no clipping.
 data = load_dataset(dataset, data_dir, image_size).to(device)
 torch.manual_seed(seed)
 raw_model = build_model(settings, data.shape).to(device)
@@ -229,7 +229,7 @@ if saved:
     for key, value in (("data_mean", data.mean), ("data_std", data.std)):
         if not torch.allclose(saved[key], value.cpu()):
             raise UserError(f"resume: the data in {data_dir} are not those the run began with")
-if world_size > 1:  # processes that start from different places would train nonsense
+if world_size > 1:  # processes that start from different states would train nonsense
     views = [None] * world_size
     view = {k: v for k, v in settings.items() if not k.endswith(("_dir", "_workers"))}
     view |= {f"the {key} of last.pt": value for key, value in progress.items()}
@@ -246,8 +246,8 @@ if use_compile and method not in ("gumbel", "grmck"):  # whose loops over tokens
     raw_model.compile()
     if method in AUTOREGRESSIVE:
         raw_model.encoder.compile_sampler(cuda_graphs=cuda_graphs)
-# DDP would cut compiled code in two to send some gradients early. Buffers are equal on all ranks;
-# torch 2.13 has another name for that setting, which older ones do not know.
+# DDP would split the compiled graph to send some gradients early. Buffers are equal on all ranks;
+# torch 2.13 renames that setting and warns, but older versions know only the old name.
 warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")
 torch._dynamo.config.optimize_ddp = False
 model = raw_model
@@ -277,7 +277,7 @@ def save(path):
 
 
 def log(split, values):
-    """One line in log.jsonl: step, "train" or "val", and numbers, none of which depends on time."""
+    """One line in log.jsonl: step, "train" or "val", and numbers that do not depend on time."""
     values = {k: v if v is not None and math.isfinite(v) else None for k, v in values.items()}
     log_file.add({"step": progress["step"], "split": split} | values)
     if wandb_log:
@@ -330,10 +330,10 @@ while step < max_steps:
                 (loss / accumulate).backward()  # DDP averages the gradients after the last part
             rows.append(torch.stack([loss.detach(), *metrics.values()]))
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf)
-        # A gradient that is not finite leaves parameters, optimizer and running moments as they
-        # are, decided on the device: the CPU does not wait.
+        # A non-finite gradient leaves parameters, optimizer and running moments unchanged. This is
+        # decided on the device, so the CPU does not wait.
         bad = ~grad_norm.isfinite()
-        optimizer.found_inf = bad.float()  # a fused AdamW looks at it
+        optimizer.found_inf = bad.float()  # read by the fused AdamW
         optimizer.step()
         optimizer.zero_grad()
         for buffer, before in zip(raw_model.buffers(), buffers, strict=True):
@@ -343,7 +343,7 @@ while step < max_steps:
     progress["step"] = step
     bar.update()
 
-    # The one wait of a step. A signal may reach one process a step before another.
+    # The one GPU sync of a step. A signal may reach one process a step before another.
     flags = torch.stack([grad_norm, n_bad, torch.full_like(n_bad, stop.number)])
     if world_size > 1:
         dist.all_reduce(flags, dist.ReduceOp.MAX)

@@ -6,9 +6,9 @@ Paper, "Training": 250,000 steps of 256 images, Adam with weight decay, lr 3e-4,
 best validation value of each.
 Paper, "CIFAR-10 Vision Hyperparameters": the code and the network. n_layers and mlp_ratio are those
 of its autoregressive methods; the others set their own.
-Not in the paper: how large the weight decay is; the path of beta and temperature between the two
-ends it gives (exponential, as the authors' code has it for beta); what FID is measured against. The
-authors' code takes statistics of ImageNet-64, ours the validation images: they do not compare.
+Not in the paper: the size of the weight decay; the schedule of beta and temperature between the
+two values it gives (exponential, as in the authors' code for beta); what FID is measured against
+(the authors' code: statistics of ImageNet-64, ours: the validation images; not comparable).
 """
 
 dataset = "cifar10"

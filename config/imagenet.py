@@ -5,8 +5,8 @@ Paper, "Training": 300,000 steps of 64 images, Adam with weight decay, lr 3e-4. 
 means over 5 seeds of the best validation value of each.
 Paper, "ImageNet-256 Vision Hyperparameters": the code and the network. n_layers is that of its
 autoregressive methods; the others set their own.
-Not in the paper: how large the weight decay is; the path of beta and temperature between the two
-ends it gives (exponential, as the authors' code has it for beta); what FID is measured against
+Not in the paper: the size of the weight decay; the schedule of beta and temperature between the
+two values it gives (exponential, as in the authors' code for beta); what FID is measured against
 (ours: the validation images).
 """
 

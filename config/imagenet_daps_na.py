@@ -2,8 +2,8 @@
 
 ImageNet, 256 x 256, in 10,240 bits: DAPS, one pass.
 Paper: validation beta-ELBO 78.8k, PSNR 24.40 dB, FID 57.43 (Table 1, mean of 5 seeds), with ESS
-target 0.25, beta 50 to 1, lr 3e-4 (Table 3). K is not given: ours is that of DAPS, 8.
-Hardware: two GPUs (paper: A100s of 80 GB).
+target 0.25, beta 50 to 1, lr 3e-4 (Table 3). K is not given; ours is 8, as for DAPS.
+Hardware: two GPUs (paper: 80 GB A100s).
 """
 
 base = "imagenet.py"

@@ -3,7 +3,7 @@
 ImageNet, 256 x 256, in 10,240 bits: Gumbel-Rao, one pass.
 Paper: validation beta-ELBO 21.4k, PSNR 21.85 dB, FID 99.15 (Table 1, mean of 5 seeds), with
 temperature 1 to 0.1, 10 Monte Carlo samples, beta 10 to 1, lr 3e-4 (Table 3).
-Hardware: two GPUs (paper: A100s of 80 GB).
+Hardware: two GPUs (paper: 80 GB A100s).
 """
 
 base = "imagenet.py"

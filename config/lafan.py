@@ -5,10 +5,10 @@ Paper, "Training": 250,000 steps of 256 segments, Adam with weight decay, lr 3e-
 "when appropriate" (here: where Table 6 has two rates). Its results are means over 10 seeds of the
 best validation value of each.
 Paper, "LAFAN Trajectory Hyperparameters": the code and the network. n_layers is that of its
-autoregressive methods; the others set their own. Its generative model takes the settings of the
-recognition model, which can be read as 6 blocks where that has 6; ours has 2 for all methods.
-Not in the paper: how large the weight decay is; the path of beta and temperature between the two
-ends it gives (exponential, as the authors' code has it for beta).
+autoregressive methods; the others set their own. Its generative model uses the settings of the
+recognition model, which may mean 6 blocks where that has 6; ours has 2 for all methods.
+Not in the paper: the size of the weight decay; the schedule of beta and temperature between the
+two values it gives (exponential, as in the authors' code for beta).
 """
 
 dataset = "lafan"

@@ -3,7 +3,7 @@
 LAFAN1 motion, a second in 640 bits: Gumbel-Rao, one pass.
 Paper: validation beta-ELBO -1530.51, PSNR 26.93 dB (Table 1, mean of 10 seeds), with temperature 1,
 10 Monte Carlo samples, beta 1 to 0.01, lr 3e-4 (Table 6).
-Hardware: one GPU (paper: an A100 of 40 GB).
+Hardware: one GPU (paper: a 40 GB A100).
 """
 
 base = "lafan.py"

@@ -2,8 +2,8 @@
 
 LAFAN1 motion, a second in 640 bits: VQ-VAE, code vectors by running means.
 Paper: validation PSNR 31.04 dB (Table 1, mean of 10 seeds), with commitment 0.5, lr 3e-4 (Table 6).
-Ours: running means, k-means start and revival of code vectors, of which the paper says nothing.
-Hardware: one GPU (paper: an A100 of 40 GB).
+Ours: running means, k-means start and revival of code vectors, which the paper does not mention.
+Hardware: one GPU (paper: a 40 GB A100).
 """
 
 base = "lafan.py"

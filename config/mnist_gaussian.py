@@ -1,7 +1,7 @@
 """python train.py config/mnist_gaussian.py
 
 MNIST in 64 bits: Gaussian VAE with two float32 numbers.
-Paper: names it as a weak baseline, without a number or a hyperparameter.
+Paper: mentioned as a weak baseline, without results or hyperparameters.
 Ours: network of VQ-VAE, beta and lr of DAPS.
 Hardware: one GPU (paper: an RTX 3090); on two CPU cores, add config/short.py.
 """

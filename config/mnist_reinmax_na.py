@@ -1,7 +1,7 @@
 """python train.py config/mnist_reinmax_na.py
 
 MNIST in 64 bits: ReinMax, one pass.
-Paper: does not have it.
+Paper: not included.
 Ours: network, beta and lr of Gumbel-NA, temperature 1 throughout.
 Hardware: one GPU; on two CPU cores, add config/short.py.
 """

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The README's table: MNIST, 16,000 steps of 256 digits, 64 bits. Stop it at any time and run it
-# again: finished runs are skipped, the others resumed. About nine hours on two CPU cores.
+# The README's table: MNIST, 16,000 steps of 256 digits, 64 bits. You can stop it and run it again:
+# finished runs are skipped, others resumed. About nine hours on two CPU cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

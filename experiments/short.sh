@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Short budgets (docs/results.md): MNIST, 3,000 steps of 256; CIFAR-10, 1,500 steps of 32. Stop it at
-# any time and run it again: finished runs are skipped, others resumed. SEEDS="0 1 2" for all seeds.
+# Short budgets (docs/results.md): MNIST, 3,000 steps of 256; CIFAR-10, 1,500 steps of 32. You can
+# stop it and run it again: finished runs are skipped, others resumed. SEEDS="0 1 2" runs all seeds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-run() { # run NAME CONFIG [SETTING ...], seed by seed
+run() { # run NAME CONFIG [SETTING ...], for each seed
   for seed in ${SEEDS:-0}; do
     local out=out/short/$1_s$seed
     [ -f "$out/eval.json" ] && continue
@@ -24,7 +24,7 @@ mnist fsq
 cifar vqvae --lr=1e-3 --eval_examples=1000
 mnist rloo_na
 
-# What each change is worth: all, each one off, all off.
+# What each change is worth: turn each one off, then all.
 run worth_tied mnist_daps_na config/ours.py --tied=False
 run worth_split mnist_daps_na config/ours.py --split_interval=0
 run worth_centred mnist_daps_na config/ours.py --centred=False

@@ -1,4 +1,4 @@
-"""What several test files use: scripts as a user runs them, shared runs, faults, made-up data."""
+"""Shared by the tests: scripts as a user runs them, shared runs, faults, made-up data."""
 
 # ruff: noqa: E402
 import os
@@ -61,11 +61,11 @@ def fresh_dynamo():
 # ---------------------------------------------------------------------------------------------
 # scripts, in a process of their own or in this one
 
-PATIENCE = 900  # seconds after which a run counts as hung, on however busy a machine
+PATIENCE = 900  # seconds after which a run counts as hung, even on a busy machine
 
 
 def environment(**extra):
-    """Of subprocesses: one thread, and no GPU, whose numbers are others."""
+    """For subprocesses: one thread, and no GPU, whose numbers would differ."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
@@ -93,8 +93,8 @@ def succeed(*command, **extra):
 
 
 def run_here(script, *arguments):
-    """Run a script in this process, which spares the import of torch: its exit code, and what it
-    wrote as output and as errors. Only an error that would show a traceback is raised."""
+    """Run a script in this process, which saves importing torch: its exit code, stdout and stderr.
+    Only an error that would show a traceback is raised."""
     signals = (signal.SIGINT, signal.SIGTERM)
     handlers, argv = [signal.getsignal(number) for number in signals], sys.argv
     output, errors, code, stderr = io.StringIO(), io.StringIO(), 0, sys.__stderr__
@@ -124,15 +124,15 @@ def train_here(*arguments):
 
 
 def assert_one_line(done, *words):
-    """A run ended with one line that has these words, and exit code 2."""
+    """A run ended with one line that contains these words, and exit code 2."""
     assert done.code == 2, done.output + done.errors
     assert done.errors.startswith("error") and done.errors.count("\n") == 1, done.errors
     for word in words:
         assert word in done.errors
 
 
-# Importing torch takes longer than a tiny run. So one process imports all that the scripts need and
-# forks for each run; a fault is code that the child executes before its script. Its glyphs are few.
+# Importing torch takes longer than a tiny run, so one process imports all that the scripts need and
+# forks for each run; a fault is code that the child executes before its script. It has few glyphs.
 
 FORKER = """
 import json, os, runpy, signal, sys, threading, time
@@ -172,7 +172,7 @@ class Forker:
         )
 
     def run(self, *jobs):
-        """Run jobs (argv, fault, env) at once: for each its exit code and what it wrote."""
+        """Run jobs (argv, fault, env) in parallel: the exit code and output of each."""
         names = [[str(self.folder / f"{kind}{i}") for kind in "oe"] for i in range(len(jobs))]
         jobs = [
             dict(argv=[*map(str, argv)], fault=fault, env=env, output=output, errors=errors)
@@ -232,7 +232,7 @@ def launch(script, *torchrun, arguments, fault=""):
 
 
 # ---------------------------------------------------------------------------------------------
-# runs that tests share, and what they are compared by
+# runs that tests share, and how they are compared
 
 
 @pytest.fixture(scope="session")
@@ -366,7 +366,7 @@ def idx_bytes(array):
 
 
 def write_mnist(folder, n=20):
-    """The four files of n random images: arrays by name, and what MNIST_FILES must be for them."""
+    """The four files of n random images: arrays by name, and the MNIST_FILES that match them."""
     rng = np.random.default_rng(0)
     arrays, hashes = {}, {}
     for prefix in ("train", "t10k"):
@@ -379,8 +379,8 @@ def write_mnist(folder, n=20):
 
 
 def write_cifar(folder, n=20, seed=0):
-    """The six unpacked files, n records each: records (6, n, 3073), and what CIFAR10_FILES must be
-    for them."""
+    """The six unpacked files, n records each: records (6, n, 3073), and the CIFAR10_FILES that
+    match them."""
     rng = np.random.default_rng(seed)
     records = rng.integers(256, size=(6, n, 3073), dtype=np.uint8)
     records[..., 0] %= 10
@@ -412,7 +412,7 @@ def motion_frames(n, seed=0):
 
 
 def motion_dataset(n_train=3, n_val=4, n=100):
-    """Made-up clips of n frames; of training ones, each is a frame longer than the one before."""
+    """Made-up clips of n frames; each training clip is a frame longer than the one before."""
     features = motion.motion_features
     train = [features(motion_frames(n + i, seed=i)) for i in range(n_train)]
     val = [features(motion_frames(n, seed=50 + i)) for i in range(n_val)]
@@ -420,7 +420,7 @@ def motion_dataset(n_train=3, n_val=4, n=100):
 
 
 def write_lafan(data_dir, n=70):
-    """The 40 files of n made-up frames: what motion.LAFAN_FILES must be for them."""
+    """The 40 files of n made-up frames: the motion.LAFAN_FILES that match them."""
     hashes = {}
     for i, name in enumerate(motion.LAFAN_FILES):
         text = motion.frames_to_csv(torch.from_numpy(motion_frames(n, i)))
@@ -456,9 +456,9 @@ def pretend_published(folder, **tables):
 
 
 class Server:
-    """Serves {path: bytes} on loopback. A path may begin with what goes wrong: /half breaks off in
-    the middle, /flaky the first time alone, /stall falls silent there, /silent from the start,
-    /moved redirects to a page, /loop to itself, /length gives none that makes sense."""
+    """Serves {path: bytes} on loopback. A path may begin with a fault: /half breaks off in the
+    middle, /flaky does so only the first time, /stall hangs in the middle, /silent from the start,
+    /moved redirects to a page, /loop to itself, /length sends a nonsensical length."""
 
     def __init__(self, files):
         self.asked = asked = []

@@ -47,7 +47,7 @@ def example(n):
 
 
 def exact_gradient(encoder, decoder):
-    """Of the beta-ELBO of one x, over all 64 codes, by the encoder's parameters."""
+    """Gradient of the beta-ELBO of one x, over all 64 codes, in the encoder's parameters."""
     x = example(1)
     log_q = log_prob_of_all(encoder, x, CODES)  # (64,)
     log_px = decoder.log_prob(x, CODES.unsqueeze(0)).detach()[0]
@@ -221,14 +221,14 @@ def test_the_gradient_of_reinmax_is_that_of_the_paper_s_algorithm(tau):
     z, g, theta = y.argmax(dim=1), g.double().numpy(), logits.double().numpy()
     middle = (np.eye(6)[z] + softmax(theta / tau)) / 2
     expected = 2 * through(middle) - through(softmax(theta)) / 2
-    # Numbers up to 4 or so, of which each of about ten operations may lose half a bit.
+    # Numbers up to about 4; each of about ten operations may lose half a bit.
     np.testing.assert_allclose(ours.numpy(), expected, rtol=0, atol=40 * 2.0**-23)
     # The sample is drawn from pi, whatever tau is: argmax of logits plus Gumbel noise.
     assert np.array_equal(z, (theta - np.log(-np.log1p(-u.double().numpy()))).argmax(axis=1))
 
 
 def test_noise_made_from_noise_is_uniform_and_independent():
-    """Of the original, of other sets, of other columns and of other rows; of equal numbers, too."""
+    """Independent of the original, of other sets, columns and rows, even for equal numbers."""
     u = torch.rand(2000, 64, generator=torch.Generator().manual_seed(0))
     for base in (u, torch.full_like(u[:100], 0.5)):
         sets = torch.stack([more_noise(base, m) for m in range(20)])  # (20, n, 64)
@@ -390,8 +390,8 @@ def test_ppo_on_its_first_epoch_has_the_gradient_of_a_policy_gradient_and_then_c
 
 
 def test_ppo_weighs_reward_and_kl_as_the_elbo_does():
-    """Its advantages are standardised, its entropy bonus is divided by the same scale. So times
-    that scale, the encoder's gradient at first is that of -E[(A - mean A) log q] + beta KL, in
+    """Its advantages are standardised, and its entropy bonus is divided by the same scale. So the
+    encoder's first gradient, times that scale, is that of -E[(A - mean A) log q] + beta KL, in
     nats. Also in a second batch, when the running scale of rewards is not that of the batch."""
     encoder, decoder = networks("ar")
     decoder.net[-1].weight.data.mul_(5)  # rewards of another scale than 1

@@ -1,4 +1,4 @@
-"""Speed that can be counted: what a step must not do, and that bench.py measures what it says."""
+"""Speed that can be counted: what a step must not do, and what bench.py measures."""
 
 import json
 from collections import Counter
@@ -14,7 +14,7 @@ from configurator import defaults
 
 
 class Largest(TorchDispatchMode):
-    """The largest number of elements that any operation under it has put out."""
+    """The largest number of elements in the output of any operation under it."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Largest(TorchDispatchMode):
 
 
 def flops(products):
-    """Of the matrix products that bench.Products has recorded: two per multiply-add."""
+    """FLOPs of the matrix products recorded by bench.Products: two per multiply-add."""
     total = 0
     for (_, ((*batch, rows, inner), *_), (right, *_)), n in (
         ((name, *shapes), n) for (name, shapes), n in products.calls.items()
@@ -49,7 +49,7 @@ def test_settings_are_those_of_train_py_and_the_config_files(dataset):
 
 @pytest.mark.parametrize("method", ["daps", "daps_na", "gumbel", "vqvae"])
 def test_the_roofline_holds_all_products_of_a_step(method):
-    """Counted by PyTorch's own counter, which knows nothing of ours."""
+    """Counted by PyTorch's own counter, which is independent of ours."""
     _, step = bench.make("mnist", method, n=8)
     products, counter = bench.Products(), FlopCounterMode(display=False)
     step()  # the first step of VQ-VAE looks for code vectors
@@ -98,7 +98,7 @@ def test_a_step_of_daps_runs_every_network_once(monkeypatch):
     count(net.encoder.blocks[0], "forward")
     for name in ("sample_codes", "logits"):
         count(net.encoder, name)
-    monkeypatch.setattr(bench.models, "token_kl", None)  # a KL that nobody asks for would crash
+    monkeypatch.setattr(bench.models, "token_kl", None)  # computing an unused KL would crash
     step()
     assert calls == {
         ("PatchEncoder", "forward"): 1,

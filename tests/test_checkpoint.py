@@ -1,4 +1,4 @@
-"""checkpoint.py: what a run leaves on the disk is whole, and what is not whole is refused."""
+"""checkpoint.py: files of a run are written whole, and damaged files are refused."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path):
 
 @pytest.fixture
 def good(tmp_path):
-    """What a checkpoint holds, in last.pt."""
+    """The content of a checkpoint, in last.pt."""
     content = {"config": {"lr": 1.0}, "step": 7, "model": {"weight": torch.ones(2, 2)}}
     torch.save(content, tmp_path / "last.pt")
     return content

@@ -16,7 +16,7 @@ BLOCK = dict(lr=6e-3, max_steps=2000, method="daps", resume=False, _hidden=1, Up
 
 
 def settings(*argv):
-    """What configure() makes of arguments; None for what is as it was."""
+    """The result of configure() on these arguments; None where nothing changed."""
     found, rest = configure(dict(BLOCK), [*map(str, argv)])
     assert found.keys() == {"lr", "max_steps", "method", "resume"}
     return found | {"rest": rest}
@@ -150,7 +150,7 @@ def test_every_shared_file_is_there_and_the_base_of_a_run():
 
 
 def block(script):
-    """What a script calls its settings: those that its --help lists, as text."""
+    """The settings that a script's --help lists, as text."""
     done = run_here(script, "--help")
     assert done.code == 0
     rows = done.output[done.output.index("Settings:") :].splitlines()[1:]
@@ -186,7 +186,7 @@ print("began", flush=True)
 
 
 def end_of(code, **env):
-    """How a process ends that executes this, without torch."""
+    """How a process that executes this, without torch, ends."""
     command = [sys.executable, "-c", SCRIPT.format(root=ROOT, code=code)]
     return subprocess.run(
         command, env=environment(**env), capture_output=True, text=True, timeout=600

@@ -37,7 +37,7 @@ def test_weights_solve_the_constrained_problem_of_equation_4(eta, beta):
     reward, log_q = enumerated_problem()
     q_star = target(reward, log_q, eta, beta)
 
-    # Maximise the Lagrangian numerically: it is concave, and knows nothing of the closed form.
+    # Maximise the Lagrangian numerically: it is concave, and independent of the closed form.
     u = torch.zeros(1, M, dtype=torch.float64, requires_grad=True)
     solver = torch.optim.LBFGS(
         [u], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe"
@@ -51,7 +51,7 @@ def test_weights_solve_the_constrained_problem_of_equation_4(eta, beta):
         return loss
 
     solver.step(lagrangian)
-    # The weights are float32: of exponents up to 20, steps of 2^-19, and q* is at most 1.
+    # The weights are float32: exponents up to 20 have steps of 2^-19, and q* is at most 1.
     torch.testing.assert_close(q_star, u.softmax(dim=1).detach(), atol=4 * 2**-19, rtol=0)
 
     # And no q inside the same trust region does better.

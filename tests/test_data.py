@@ -230,7 +230,7 @@ def test_a_server_that_fails_once_or_does_not_know_the_size_will_do(tmp_path, se
 
 
 def test_a_file_that_another_download_has_begun_is_never_used(tmp_path, monkeypatch, server):
-    """What a killed process leaves behind has another name."""
+    """A killed process leaves only a file with a temporary name."""
     os.makedirs(tmp_path / "mnist")
     for name in data.MNIST_FILES:
         (tmp_path / "mnist" / f"{name}.gz.123.part").write_bytes(b"half")

@@ -83,7 +83,7 @@ def test_the_reported_elbo_matches_a_slow_computation_by_hand(finished_run):
 
 
 def test_eval_json_agrees_with_the_log_of_the_best_step(finished_run):
-    """Batches of 250 where training had 16: the sums are of float64, their terms of float32."""
+    """Batches of 250, not 16 as in training: the sums are float64, their terms float32."""
     row = json.loads((finished_run / "eval.json").read_text())
     best = max(log_rows(finished_run, "val"), key=lambda row: row["beta_elbo"])
     assert row["steps"] == best["step"]
@@ -135,7 +135,7 @@ def test_pictures_show_what_they_should(finished_run):
 
 
 def another_run(finished_run, out_dir, **settings):
-    """A run like the finished one but for these settings, with fresh parameters."""
+    """A run like the finished one except for these settings, with fresh parameters."""
     shutil.copytree(finished_run, out_dir)
     saved = load_checkpoint(out_dir / "best.pt")
     saved["config"] |= {"out_dir": str(out_dir), **settings}
@@ -243,7 +243,7 @@ def test_one_line_leaves_out_what_a_method_does_not_have():
     assert one_line(metrics).split() == ["log", "p(x|z)", "-80.12", "PSNR", "18.00"]
 
 
-# what is refused
+# errors
 
 
 @pytest.mark.parametrize(
@@ -293,8 +293,8 @@ def test_build_model_follows_the_settings(finished_run):
     [("mnist", X_SHAPE, 64), ("cifar10", (3, 32, 32), 576), ("imagenet", (3, 256, 256), 10_240)],
 )
 def test_the_models_of_all_methods_are_of_one_size(finished_run, dataset, shape, bits):
-    """All have the same bits and, but for the paper's own one-pass models on ImageNet (9 % larger),
-    totals of parameters within 5 % of DAPS."""
+    """All have the same bits and, except for the paper's own one-pass models on ImageNet (9 %
+    larger), total numbers of parameters within 5 % of DAPS."""
     defaults, totals = load(finished_run).config, {}
     for path in glob.glob(os.path.join(ROOT, "config", f"{dataset}_*.py")):
         config = defaults | {key: value for key, value, _ in read_config(path)}

@@ -1,7 +1,7 @@
 """Faults on purpose: kills, full disks, processes that die or disagree.
 
 Three kills, a full disk and a fault of each kind run by default; kills at random moments over all
-methods and data sets, and all else, with
+methods and data sets, and the rest, run with
 
     python -m pytest -m stress
 """
@@ -47,7 +47,7 @@ stress = pytest.mark.stress
 def test_a_run_killed_three_times_and_resumed_equals_one_that_was_not(
     forker, finished_twin, tmp_path
 ):
-    """In a step, when half of a checkpoint is written, and before the whole of it gets its name."""
+    """In a step, with a checkpoint half written, and just before it is moved into place."""
     settings, out_dir = (*TINY, f"--out_dir={tmp_path / 'run'}"), tmp_path / "run"
     for i, (where, nth) in enumerate((("step", 6), ("save", 3), ("move", 3))):  # 1, 2: log, config
         done = forker.train(*settings, f"--resume={i > 0}", fault=struck(where, nth))
@@ -59,13 +59,13 @@ def test_a_run_killed_three_times_and_resumed_equals_one_that_was_not(
     assert not list(out_dir.glob("*.part"))
 
 
-# the data sets, made up, and the code that has scripts find them
+# made-up data sets, and the code that makes scripts find them
 
 
 @pytest.fixture
 def where(request, tmp_path):
-    """For a data set: settings of a tiny run; code that has a run find its data, or fetch them from
-    a server on this machine, and keep what it computes to itself."""
+    """For a data set: settings of a tiny run; code that makes a run find its data, or download them
+    from a server on this machine, with a cache of its own."""
     name, server, code, folder = request.param, None, "", tmp_path / "data"
     settings = [f"--dataset={name}", *(TINY if name in ("glyphs", "mnist") else SMALL)]
     settings += ["--max_steps=24", "--eval_interval=4", "--eval_examples=48", "--mc_samples=2"]
@@ -127,7 +127,7 @@ def random_strike(moment, rng, kill):
 
 
 def assert_stopped(done, number):
-    """By SIGKILL at once; by other signals with a line that says how to go on."""
+    """By SIGKILL at once; by other signals with a line that says how to continue."""
     shown = done.output + done.errors
     if number == signal.SIGKILL:
         assert done.code == -signal.SIGKILL, shown
@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_what_was_there_and_says_so(forker, finished_twin, tm
     assert load_checkpoint(out_dir / "last.pt")["step"] == 4
     torn = not (out_dir / "log.jsonl").read_text().endswith("\n")
     assert torn == (name == "log.jsonl")
-    assert not list(out_dir.glob("*.part"))  # the room it took is given back
+    assert not list(out_dir.glob("*.part"))  # its disk space is freed
     forker.finish(*settings, "--resume=True")
     assert_same_run(out_dir, finished_twin)
 
@@ -214,7 +214,7 @@ def test_a_report_that_cannot_be_written_is_made_later(forker, tmp_path):
 @stress
 @pytest.mark.parametrize("where", ("imagenet", "lafan"), indirect=True)
 def test_what_cannot_be_kept_for_next_time_is_computed_again(forker, tmp_path, where):
-    """Statistics of images and features of motion go to a cache, on a disk that is full."""
+    """Statistics of images and features of motion go to a cache on a full disk."""
     settings, found = where(tmp_path / "run")
     full = LIMIT + "write = data.write_cache\n"
     full += "data.write_cache = lambda *what: (limit(50), write(*what), limit(1 << 40))\n"

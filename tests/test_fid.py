@@ -84,7 +84,7 @@ def random_weights(tmp_path_factory):
 
 
 def independent_inception(path):
-    """That of torch-fidelity, without what its package imports: torchvision and its binaries."""
+    """torch-fidelity's, without its package's imports: torchvision and its binaries."""
     root = os.path.dirname(importlib.util.find_spec("torch_fidelity").origin)
     package = types.ModuleType("torch_fidelity")
     package.__path__ = [root]
@@ -138,7 +138,7 @@ def test_the_name_of_the_weights_ends_in_the_start_of_their_hash():
 
 
 def few_features(images):
-    """In place of Inception: six features, so that 60 images are many."""
+    """Replaces Inception: six features, so that 60 images are enough."""
     return images.flatten(1) @ torch.linspace(-1, 1, 192 * 6).view(192, 6)
 
 

@@ -1,10 +1,10 @@
-"""Files from outside, damaged in a thousand ways: each gives a result or one line that says what is
-wrong; never another exception, a hang, or more memory than the file justifies.
+"""Input files damaged in a thousand ways: each gives a result or a one-line error; never another
+exception, a hang, or more memory than the file justifies.
 
 Every case is a function of its number. One file of each kind is in test_checkpoint.py,
-test_configurator.py, test_data.py and test_images.py; these run with
+test_configurator.py, test_data.py and test_images.py; those here run with
 
-    python -m pytest -m stress                          some hundred of each kind
+    python -m pytest -m stress                          a few hundred of each kind
     DAPS_FUZZ=2000 python -m pytest -m stress tests/test_fuzz.py
 """
 
@@ -71,12 +71,12 @@ def damaged(whole, rng):
 
 
 class TooSlow(BaseException):
-    """Not an Exception, which a reader might take for a fault of the file."""
+    """Not an Exception, which a reader might blame on the file."""
 
 
 @contextlib.contextmanager
 def limits(seconds=300):
-    """No case may hang or say anything beside its result, be it a warning of a library."""
+    """No case may hang or print anything besides its result, not even a library's warning."""
 
     def stop(*caught):
         raise TooSlow(f"not done after {seconds} s")
@@ -93,7 +93,7 @@ def limits(seconds=300):
 
 
 def attempt(read, path):
-    """What a reader makes of a file, or None if it says in one line that names it what is wrong."""
+    """A reader's result for a file, or None after a one-line error that names the file."""
     with limits():
         try:
             return read(path)
@@ -109,7 +109,7 @@ def modest_memory():
         with open("/proc/self/status") as file:
             return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
 
-    if not os.path.exists("/proc/self/clear_refs"):  # Linux alone tells
+    if not os.path.exists("/proc/self/clear_refs"):  # only on Linux
         yield
         return
     with open("/proc/self/clear_refs", "w") as file:
@@ -154,7 +154,7 @@ def test_damaged_images_are_read_or_skipped_with_one_line(tmp_path, ending, caps
 
 
 def bomb(kind):
-    """A small file that says that it is a large image."""
+    """A small file that claims to be a large image."""
     file = io.BytesIO()
     if kind == "png":  # and is one, of 13,000 x 13,000 zeros
 
@@ -187,7 +187,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path, kind):
 
 @pytest.fixture(scope="module")
 def state():
-    """What the checkpoint of a tiny run holds."""
+    """The content of a tiny run's checkpoint."""
     config = SETTINGS | dict(width=8, n_heads=2, n_tokens=4, vocab_size=8, mlp_ratio=1)
     model = build_model(config, (1, 28, 28))
     content = {"model": model.state_dict(), "optimizer": {}, "config": config, "step": 7}
@@ -254,7 +254,7 @@ WORDS += ["0_1", "1__0", "\\", "\t1", " 1", "é"]
 
 
 def settings_of(*argv):
-    """What configure() makes of arguments, or None if it says in one line what is wrong."""
+    """The result of configure() on these arguments, or None after a one-line error."""
     with limits():
         try:
             found, _ = configure(dict(SETTINGS), [str(word) for word in argv])

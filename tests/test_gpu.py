@@ -1,9 +1,9 @@
 """The GPU path on a machine without a GPU.
 
-FakeTensorMode computes shapes, dtypes and devices but no numbers, so a CPU build of torch can walk
-through every forward pass on "cuda:0": a tensor that stays behind on the CPU raises, and every
-moment at which the CPU would wait for the GPU is counted. Backward passes, kernels, Triton and nccl
-stay untested; the tests at the end run on a GPU where there is one.
+FakeTensorMode computes shapes, dtypes and devices but no numbers, so a CPU build of torch can run
+every forward pass on "cuda:0": a tensor left on the CPU raises, and every moment at which the CPU
+would wait for the GPU is counted. Backward passes, kernels, Triton and nccl stay untested; the
+tests at the end run on a GPU if there is one.
 """
 
 import contextlib
@@ -41,12 +41,12 @@ GPU = "cuda:0"
 STAGED = 64 * 1024  # bytes that CUDA copies from any memory without waiting
 
 # ---------------------------------------------------------------------------------------------
-# a GPU that is pretended
+# a fake GPU
 
 
 class Waits(TorchDispatchMode):
-    """Notes every moment at which the CPU would wait for the GPU, as "what, file: line of ours",
-    and goes on with a made-up number. Shapes that depend on values FakeTensorMode refuses."""
+    """Records every moment at which the CPU would wait for the GPU, as "what, file: line of ours",
+    and continues with a made-up number. FakeTensorMode refuses shapes that depend on values."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ class Waits(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def copy(self, source, target, non_blocking):
-        """Only what is sent to the GPU from pinned memory, or is small, keeps nobody waiting."""
+        """A copy to the GPU waits unless it is from pinned memory, or small."""
         quick = source.nbytes <= STAGED or any(source is t for t in self.pinned)
         sent = target.type == "cuda" and non_blocking and quick
         if target.type != source.device.type and not sent:
@@ -85,14 +85,14 @@ class Waits(TorchDispatchMode):
         return self.pinned[-1]
 
     def read(self, t):
-        """t.tolist(), which is one wait however long t is."""
+        """t.tolist(), which is one wait, however long t is."""
         self.note("read-out")
         return [0.0] * len(t)
 
 
 @contextlib.contextmanager
 def pretended_gpu(dtype="float32"):
-    """Fake tensors without gradients: a CPU build aborts where CUDA's autograd is asked for."""
+    """Fake tensors without gradients: a CPU build aborts if CUDA's autograd is used."""
     GUARDS[1] = GUARDS[1] or GUARDS[17]  # a CPU build has none for CUDA; MTIA's does no harm
     ensure_guard()
     waits = Waits()
@@ -110,7 +110,7 @@ def pretended_gpu(dtype="float32"):
 
 
 def move(model, device=GPU):
-    """model.to(device or dtype), for fake tensors: what is registered moves, the rest stays."""
+    """model.to(device or dtype) for fake tensors: registered tensors move, others stay."""
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
@@ -132,7 +132,7 @@ CASES = list(itertools.product(METHODS, SHAPES))
 
 
 def settings(method, dataset, **changes):
-    """Those of a small run, for build_model."""
+    """Settings of a small run, for build_model."""
     own = SHAPES[dataset][1] | SIZES | dict(method=method, dataset=dataset)
     own["resnet_encoder"] = method in VECTORS and dataset == "imagenet"
     if method not in ("daps", "rloo", "ppo"):
@@ -232,7 +232,7 @@ def test_motion_is_evaluated_on_the_gpu_but_for_its_errors(method):
 
 @needs_pretence
 def test_the_pretended_gpu_notices_what_waits_and_what_stays_behind():
-    """Each of these is a mistake that the tests above are there to find."""
+    """Each of these is a mistake that the tests above should find."""
     with pretended_gpu() as waits:
         t, big = torch.zeros(3, 4, device=GPU), torch.zeros(2**17)
         for mistake in (
@@ -263,7 +263,7 @@ def test_the_pretended_gpu_notices_what_waits_and_what_stays_behind():
 
 
 def fake_backward(loss, parameters=()):
-    """Leaves gradients of the right shape and device, of no particular value."""
+    """Leaves gradients of the right shape and device, with arbitrary values."""
     assert loss.is_cuda and loss.dim() == 0
     for p in parameters:
         p.grad = torch.zeros_like(p)
@@ -468,7 +468,7 @@ end, torch.distributed.destroy_process_group = torch.distributed.destroy_process
 
 
 def buffers_of(forker, *arguments, fault=COLOUR):
-    """What both of two processes that train together have in their buffers in the end."""
+    """The final buffers of two processes that train together."""
     everyone = forker.ranks(*[(arguments, fault + CHECKSUMS)] * 2)
     for done in everyone:
         assert done.code == 0, done.output + done.errors
@@ -502,8 +502,8 @@ torch.compile = lambda *what, **options: compile(*what, **options | {"backend": 
 def test_two_processes_train_a_resnet_with_batchnorm_as_one_eager_process_does(
     compiled, forker, tmp_path
 ):
-    """But for rounding. The decoder's biases before a BatchNorm, and so its running means, are left
-    out: their gradient is rounding alone, and Adam makes steps of it as large as any."""
+    """Up to rounding. The decoder's biases before a BatchNorm, and so its running means, are left
+    out: their gradient is only rounding, and Adam turns it into steps as large as any."""
     options = (*SMALL, "--dataset=cifar10", "--n_tokens=4", "--max_steps=3")
     one, two = tmp_path / "one", tmp_path / "two"
     forker.finish(*options, f"--out_dir={one}", fault=COLOUR)
@@ -519,7 +519,7 @@ def test_two_processes_train_a_resnet_with_batchnorm_as_one_eager_process_does(
 
 
 # ---------------------------------------------------------------------------------------------
-# where there is a GPU
+# on a GPU, if there is one
 
 needs_gpu = pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="no GPU: no nvidia-smi")
 

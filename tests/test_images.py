@@ -96,7 +96,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def write_mess(root):
-    """What real folders hold: all modes and sizes, rotation, damage, other files."""
+    """A realistic folder: all modes and sizes, rotation, damage, other files."""
     for split in ("train", "val"):
         for i, name in enumerate(("a", "b/deep")):
             os.makedirs(root / split / name)
@@ -181,7 +181,7 @@ def test_decoding_small_makes_the_same_picture_as_decoding_large(tmp_path, monke
 
 
 def test_only_formats_of_pictures_are_opened_and_only_of_a_likely_size(tmp_path, cache, capsys):
-    """Whatever a file is called. The second one would be 150 million pixels, all of them black."""
+    """Whatever a file is called. The second one claims 150 million black pixels."""
     os.makedirs(tmp_path / "pictures")
     for i in range(4):
         photograph(20, 20).save(tmp_path / "pictures" / f"{i}.png")
@@ -195,7 +195,7 @@ def test_only_formats_of_pictures_are_opened_and_only_of_a_likely_size(tmp_path,
 
 
 def test_a_folder_of_which_nothing_can_be_decoded_any_more_ends_in_one_line(tmp_path, cache):
-    """Also when a worker finds out: its error is raised here, and the last line of it counts."""
+    """Also when a worker finds out: its error is raised here, and its last line counts."""
     os.makedirs(tmp_path / "pictures")
     for i in range(4):
         photograph(20, 20).save(tmp_path / "pictures" / f"{i}.png")
@@ -321,7 +321,7 @@ def test_real_photographs_are_read(cache, capsys):
 
 @pytest.mark.parametrize("number", ("SIGINT", "SIGTERM"))
 def test_signals_to_all_processes_do_not_end_the_workers(tmp_path, cache, number):
-    """They go on until their parent is done: Ctrl-C, torchrun and schedulers signal everyone."""
+    """They continue until their parent is done: Ctrl-C, torchrun and schedulers signal all."""
     os.makedirs(tmp_path / "pictures")
     for i in range(4):
         photograph(20, 20, seed=i).save(tmp_path / "pictures" / f"{i}.png")
@@ -354,5 +354,5 @@ def test_folders_of_classes_give_labels_and_other_layouts_none(tmp_path):
             photograph(40, 32, seed=1).save(tmp_path / split / name / "0.png")
     data = imagenet(str(tmp_path), image_size=16)
     assert data.y_train.tolist() == [0, 1] and data.y_val.tolist() == [1]
-    os.rename(tmp_path / "val" / "b", tmp_path / "val" / "c")  # a class that training has not
+    os.rename(tmp_path / "val" / "b", tmp_path / "val" / "c")  # a class that is not in training
     assert not hasattr(imagenet(str(tmp_path), image_size=16), "y_train")

@@ -68,7 +68,7 @@ def stepwise_log_prob(model, x, z, noise):
 @pytest.mark.parametrize("n_tokens", (1, 8, 64))
 def test_cached_sampling_and_teacher_forcing_agree(kind, n_tokens):
     """To 1e-4: log q of 64 tokens is near -180, where float32 has steps of 1.5e-5; adding 64 terms
-    in another order takes a few of them."""
+    in another order costs a few of them."""
     model = encoder(kind, n_tokens, spread=1.0)
     x, noise = torch.rand(3, *X_SHAPE), torch.rand(3, 5, n_tokens)
     z, log_q = model(x, 5, noise)
@@ -201,7 +201,7 @@ def count(model):
 
 
 def config(name, **settings):
-    """The settings of config/<name>.py on top of train.py's own."""
+    """The settings of train.py, overridden by config/<name>.py."""
     rows = read_config(os.path.join(ROOT, "config", f"{name}.py"))
     own = {key: value for key, value, _ in rows}
     return defaults(os.path.join(ROOT, "train.py")) | own | settings
@@ -284,8 +284,8 @@ def test_the_view_of_the_cache_grows_by_chunks_and_holds_every_token_so_far():
 
 
 def sure_noise(model, patches, n_samples, least=0.1):
-    """Noise (N, K, B) for codes that rounding does not decide: every token has a probability of at
-    least `least`, and its number stands in the middle of those that choose it.
+    """Noise (N, K, B) for codes that do not depend on rounding: every token has a probability of
+    at least `least`, and its noise is in the middle of the interval that selects it.
 
     An error d of all logits moves the distribution function by d / 2 at most. In bfloat16, logits
     below 8 have steps of 1/32 at most: twice this, and still less than half of least / 2.
@@ -316,7 +316,7 @@ def test_a_cache_that_grows_in_chunks_changes_nothing(chunk):
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("kind", ("plain", "aligned"))
 def test_the_static_sampler_draws_the_codes_of_the_plain_loop(kind, dtype, fresh_dynamo):
-    """Also after the parameters changed: it has copies of them, and renews them for every batch."""
+    """Also after the parameters changed: it has copies of them, updated for every batch."""
     plain = encoder(kind, n_tokens=7, vocab_size=4, n_layers=1, spread=0.5)
     static, names, all_codes = copy.deepcopy(plain), list(plain.state_dict()), []
     plain.chunk = 3
@@ -328,13 +328,13 @@ def test_the_static_sampler_draws_the_codes_of_the_plain_loop(kind, dtype, fresh
             codes = plain.sample_codes(patches, 6, noise)
             assert torch.equal(static.sample_codes(patches, 6, noise), codes)
             assert torch.equal(static.sample(x, 6, noise), codes)
-            static.sample(x.flip(0), 6)  # what is left of it must not show in the next batch
+            static.sample(x.flip(0), 6)  # must not leak into the next batch
         all_codes.append(codes)
         for p in plain.parameters():
             p.data.add_(0.7 * p.data.square().mean().sqrt() * torch.randn_like(p))
         static.load_state_dict(plain.state_dict())
     assert len(torch.cat(all_codes).flatten(0, 1).unique(dim=0)) > 12
-    assert list(static.state_dict()) == names  # a checkpoint knows nothing of it
+    assert list(static.state_dict()) == names  # it is not part of a checkpoint
 
 
 def test_one_graph_per_shape_of_codes_serves_all_tokens(fresh_dynamo):
@@ -351,7 +351,7 @@ def test_one_graph_per_shape_of_codes_serves_all_tokens(fresh_dynamo):
 @pytest.mark.parametrize("compiled", (False, True))
 def test_sampling_in_the_same_autocast_region_loses_no_gradient(compiled, fresh_dynamo):
     """Autocast keeps the weights it has cast. Those cast without gradient, while sampling, must not
-    serve the pass that needs one (pytorch #165068). The reference has sampled in another region."""
+    be used in the pass that needs one (pytorch #165068). The reference samples elsewhere."""
     recognition = encoder("aligned", vocab_size=4, n_layers=1, spread=1.0)
     model = DAPS(recognition, MLPDecoder(X_SHAPE, 8, 4, 32), n_samples=4)
     x, noise = torch.rand(3, *X_SHAPE).round(), torch.rand(3, 4, 8)
@@ -395,7 +395,7 @@ def test_recomputing_in_pieces_changes_neither_scores_nor_gradients(kind):
 
 
 def test_recomputing_in_pieces_keeps_no_logits():
-    """Of everything that is kept for the backward pass, nothing is as large as the logits."""
+    """Nothing kept for the backward pass is as large as the logits."""
     model, kept = encoder("plain", vocab_size=300), []
 
     def pack(t):

@@ -131,7 +131,7 @@ def test_features_are_kept_for_next_time_and_computed_again_if_they_are_damaged(
     found = lafan(str(tmp_path))
     (kept,) = (tmp_path / "cache").iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(motion, "motion_features", None)  # nobody calls it
+        patch.setattr(motion, "motion_features", None)  # must not be called
         again = lafan(str(tmp_path))
     for damage in (b"damaged", b"", kept.read_bytes()[:-1000]):
         kept.write_bytes(damage)
@@ -144,7 +144,7 @@ def test_a_file_that_is_missing_or_not_the_published_one_is_named(tmp_path, monk
     monkeypatch.setattr(data, "CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(motion, "LAFAN_FILES", write_lafan(tmp_path, n=40))
     monkeypatch.setattr(motion, "LAFAN_URL", "http://127.0.0.1:9/")
-    lafan(str(tmp_path))  # a cache does not hide what happens to the files
+    lafan(str(tmp_path))  # a cache does not hide a changed file
     path = tmp_path / "lafan1" / "h1" / "run1_subject2.csv"
     path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
     with pytest.raises(UserError, match=r"^\S*/run1_subject2.csv is not the published file[^\n]*$"):

@@ -1,8 +1,8 @@
 """The noise of training: a hash that must look like independent uniform numbers.
 
-Every test gives p-values, which a right generator would spread evenly over [0, 1]. There are about
-200 of them, none may be below 1e-9 or above 1 - 1e-9: a right one fails once in two million seeds,
-and ours are fixed.
+Every test gives p-values, which are uniform over [0, 1] for a correct generator. There are about
+200 of them, and none may be below 1e-9 or above 1 - 1e-9: a correct generator fails for one seed in
+two million, and our seeds are fixed.
 """
 
 import math
@@ -21,7 +21,7 @@ MASK = 2**32 - 1
 
 
 def numbers(kind, side=SIDE):
-    """(side, side) numbers whose rows differ in one thing alone: kind."""
+    """(side, side) numbers whose rows differ in only one thing: kind."""
     if kind == "j":  # one row of many numbers, as gumbel_na has them
         return uniform_noise(TRAIN_NOISE, 0, 0, 1, (side, side)).squeeze(0)
     if kind == "i":
@@ -39,18 +39,18 @@ KINDS = ("j", "i", "step", "late step", "seed", "stream")
 
 
 def chi_square(counts):
-    """p of counts that should all be equal."""
+    """p-value of counts that should all be equal."""
     return stats.chisquare(np.asarray(counts).ravel()).pvalue
 
 
 def squares(z):
-    """p of values that should be independent and normal."""
+    """p-value of values that should be independent and normal."""
     z = np.asarray(z, dtype=np.float64).ravel()
     return stats.chi2.sf((z**2).sum(), z.size)
 
 
 def correlations(a, b):
-    """p of the correlation of pairs, over all, and over the columns of a table taken together."""
+    """p-values of the correlation of pairs, overall and over the columns of a table."""
     a, b = ((t.double() - 0.5) * math.sqrt(12) for t in (a, b))
     product = a * b
     overall = product.sum().item() / math.sqrt(product.numel())
@@ -58,7 +58,7 @@ def correlations(a, b):
 
 
 def pairs(a, b):
-    """p of pairs in a table of 16 x 16."""
+    """p-value of pairs in a table of 16 x 16."""
     cell = (a * 16).long() * 16 + (b * 16).long()
     return chi_square(torch.bincount(cell.flatten(), minlength=256))
 
@@ -162,7 +162,7 @@ def test_every_bit_of_a_place_changes_half_of_the_bits_of_its_number():
             assert LEAST < p < 1 - LEAST, flipped
 
 
-# mistakes that the tests must find
+# mistakes that the tests must catch
 
 
 def one_round(h):

@@ -40,7 +40,7 @@ def batches(draw, min_codes=1):
 
 def exact_weights(reward, log_q, eta, beta):
     """q*/q, normalised, in float64: each weight from its differences to all others. An infinite
-    reward is the limit of a large one, so that codes of reward -inf are alike among themselves."""
+    reward is the limit of a large one, so all codes with reward -inf are treated alike."""
     reward, log_q = (t.double().numpy().clip(-1e300, 1e300) for t in (reward, log_q))
     better = reward[:, None, :] - reward[:, :, None]  # (N, k, j): how much better j is than k
     with np.errstate(over="ignore"):
@@ -53,8 +53,8 @@ def exact_ess(weights):
 
 
 def rounding(log_q, eta, beta):
-    """How far a log weight may be off: of -beta log q / (eta + beta), which may be large, some
-    bits are lost, and of a reward no more than of what it has to make up for."""
+    """How far a log weight may be off: -beta log q / (eta + beta), which may be large, loses some
+    bits, and a reward loses no more than the term it has to offset."""
     return 4 * EPS * (30 + beta * log_q.abs().max().item() / (eta + beta))
 
 
@@ -101,6 +101,6 @@ def test_one_hopeless_example_does_not_decide_the_eta_of_the_others():
 
 
 def test_a_reward_that_is_not_a_number_shows_in_the_weights():
-    """It must not be hidden: the step that it spoils is skipped."""
+    """It must not be hidden: the affected step is skipped."""
     reward = torch.tensor([[1.0, math.nan], [1.0, 2.0]])
     assert log_weights(reward, torch.zeros(2, 2), 1.0, 0.1).isnan().any(dim=1).tolist() == [1, 0]

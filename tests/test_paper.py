@@ -1,4 +1,4 @@
-"""With config/paper.py on top, a step of DAPS is Algorithm 1 of the paper, number by number."""
+"""With config/paper.py, a step of DAPS is Algorithm 1 of the paper, number by number."""
 
 import os
 
@@ -17,7 +17,7 @@ def test_the_overlay_makes_a_step_of_daps_that_of_algorithm_1():
     settings |= {"vocab_size": 16, "width": 16, "n_samples": 4}
     torch.manual_seed(0)
     model = build_model(settings, (1, 28, 28))
-    model.log_eta.data.fill_(1.0)  # where neither one code nor all of them decide
+    model.log_eta.data.fill_(1.0)  # where neither one code nor all of them dominate
     x, beta, K = torch.rand(6, 1, 28, 28).round(), 0.3, 4
     noise = torch.rand(6, *model.noise_shape)
     loss, metrics = model(x, beta, noise=noise)

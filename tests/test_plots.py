@@ -1,4 +1,4 @@
-"""Pictures: round ticks, bands that are means and deviations, and nothing that crashes on a log."""
+"""Pictures: round ticks, correct means and bands, and no log that crashes them."""
 
 import math
 import statistics

@@ -1,5 +1,5 @@
-"""prior.py against the truth, where chains can be enumerated and distributions are known; and as a
-user meets it."""
+"""prior.py against exact results, where chains can be enumerated and distributions are known; and
+as a user runs it."""
 
 import json
 import math
@@ -170,8 +170,8 @@ def known():
     """64 codes, their probabilities for two labels and for none, and a prior trained on draws."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.cartesian_prod(*[torch.arange(4)] * 3)  # (64, 3)
-    pairs = torch.randn(12, 12, generator=generator)  # tokens attract and repel each other
-    liked = torch.randn(2, 12, generator=generator)  # and a label likes some of them
+    pairs = torch.randn(12, 12, generator=generator)  # some pairs of tokens are likely, others not
+    liked = torch.randn(2, 12, generator=generator)  # and a label favours some tokens
     one_hot = torch.nn.functional.one_hot(codes, 4).flatten(1).float()
     score = torch.einsum("md,de,me->m", one_hot, pairs, one_hot) / 2 + liked @ one_hot.T
     table = score.softmax(dim=1)  # (2, 64)

@@ -1,4 +1,4 @@
-"""README.md and docs/ keep their word: commands run, code runs, links lead somewhere."""
+"""README.md and docs/ are correct: commands run, code runs, links lead somewhere."""
 
 import glob
 import os
@@ -41,8 +41,8 @@ def blocks(text, language):
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-# Bash itself takes the commands apart: loops, variables and scripts of ours run, but the programs
-# that they start only leave a line with their arguments.
+# Bash itself parses the commands: loops, variables and our scripts run, but the programs that they
+# start only record a line with their arguments.
 RECORDER = """
 for name in python torchrun pip git cd curl wget; do
   eval "$name() { printf '%s\\x1f' $name \\"\\$@\\" >> \\"\\$RECORD\\"; echo >> \\"\\$RECORD\\"; }"
@@ -56,7 +56,7 @@ export -f command_not_found_handle
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where commands leave their traces: configs and scripts of the project, tiny data sets."""
+    """The folder in which commands run: configs and scripts of the project, tiny data sets."""
     folder = tmp_path_factory.mktemp("readme")
     for name in ("config", "experiments"):
         if os.path.exists(os.path.join(ROOT, name)):
@@ -98,7 +98,7 @@ def recorded(script, folder):
 
 @pytest.fixture(scope="module")
 def commands(folder):
-    """Every command of every page, once, in order, those of our scripts included."""
+    """Every command of every page, once, in order, including those in our scripts."""
     found = []
     for text in TEXT.values():
         script = "\n".join(blocks(text, "bash") + re.findall(INLINE, text))
@@ -107,11 +107,11 @@ def commands(folder):
 
 
 class Stop(Exception):
-    """Raised where a script has checked its settings and reaches for the device."""
+    """Raised when a script has checked its settings and sets up the device."""
 
 
 def check(words, monkeypatch):
-    """Let a script read its arguments and check them, as far as it goes without computing."""
+    """Let a script read and check its arguments, up to where it would start computing."""
     script, *arguments = words
     if os.path.basename(script) in (
         "daps.py",
@@ -133,7 +133,7 @@ def check(words, monkeypatch):
 
 
 def check_torchrun(words, monkeypatch):
-    """The script and its arguments, as one of so many processes sees them."""
+    """Check the script and its arguments as seen by one of its processes."""
     (at,) = (i for i, word in enumerate(words) if word.endswith(".py") and "/" not in word)
     options = dict(word.lstrip("-").split("=") for word in words[1:at] if "=" in word)
     size = int(options.get("nnodes", 1)) * int(options["nproc_per_node"])
@@ -187,7 +187,7 @@ def test_every_command_names_files_and_settings_that_exist(commands, folder):
 
 
 def tiny(words):
-    """What makes a run of train.py take a second."""
+    """Settings that make a run of train.py take a second."""
     line = " ".join(words)
     small = [*TINY, "--max_steps=2", "--eval_interval=2", "--n_layers=1", "--overwrite=True"]
     small += ["--batch_size=4", "--fsq_levels=8 4", "--mc_samples=2", "--eval_examples=8"]
@@ -208,7 +208,7 @@ def test_commands_that_train_and_evaluate_do_so_in_order(commands, folder):
             train_here(*words[1:], *tiny(words))
             trained += 1
         elif words[0] == "eval.py" and all(map(os.path.exists, words[1:2])):
-            # The weights of Inception are not at hand: test_fid.py has its own.
+            # The weights of Inception are not available here: test_fid.py makes its own.
             words = [word for word in words[1:] if not word.startswith("--fid_weights")]
             done = run_here("eval.py", *words, "--data_dir=data", "--n_workers=0")
             assert done.code == 0, done.errors
@@ -259,7 +259,7 @@ class Decoder(nn.Embedding):
 
 
 def test_other_code_of_the_pages_runs(folder):
-    """In order, with the names it takes for granted: networks of the reader's own, x and beta."""
+    """In order, with the names it assumes: the reader's own networks, x and beta."""
     if not os.path.exists("out/glyphs_daps/best.pt"):  # of `python train.py`
         train_here(*tiny([]))
     few = ("--max_steps=2", "--n_generated=10", "--n_steps=2", "--classifier_steps=0")
@@ -301,7 +301,7 @@ def test_daps_imports_nothing_but_torch_and_math():
 
 
 def anchors(text):
-    """What a link may name after #: the headings, in lower case, with - for spaces."""
+    """The valid targets after #: the headings, in lower case, with - for spaces."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,6 +1,6 @@
-"""Every setting of train.py does what it says; what makes no sense is refused before any work.
+"""Every setting of train.py does what it says; invalid settings are refused before any work.
 
-All runs are in this process: a change of settings needs no process of its own.
+All runs are in this process, since settings can be changed within it.
 """
 
 import glob
@@ -57,7 +57,7 @@ BASE = (
 COLOUR = "dataset=cifar10 n_tokens=16"
 IMAGES = "dataset=imagenet n_tokens=16 image_size=16 method=daps_na data_dir={folder}/pictures"
 
-# For each setting: what else is set, and the change, which must show in the log or in the model.
+# For each setting: the other settings, and a change that must show in the log or in the model.
 CHANGES = {
     "method": ("", "daps_na"),
     "dataset": ("", "mnist"),
@@ -104,7 +104,7 @@ CHANGES = {
     "seed": ("", "1"),
     "dtype": ("", "bfloat16"),
 }
-# What must not change the model; of recompute, beyond rounding.
+# Settings that must not change the model; recompute may change rounding.
 NO_CHANGE = {
     "out_dir": ("", "{folder}/elsewhere"),
     "data_dir": ("", "{folder}"),
@@ -200,7 +200,7 @@ def test_a_run_without_out_dir_goes_to_a_folder_of_its_data_set_and_method(
     assert (tmp_path / "out" / "mnist_fsq" / "last.pt").exists()
 
 
-# what is refused
+# refused settings
 
 NONSENSE = {
     "datset=mnist": ("datset", "did you mean dataset"),
@@ -324,7 +324,7 @@ CONFIGS = [path for path in CONFIGS if not path.endswith("_beta1.py")]
 
 @pytest.mark.parametrize("path", CONFIGS, ids=map(os.path.basename, CONFIGS))
 def test_the_settings_of_a_config_file_make_sense(path, nothing_done):
-    """A device that there is not is refused last."""
+    """A missing device is refused last."""
     done = run_here("train.py", path, "--device=cuba", f"--out_dir={nothing_done}")
     assert_one_line(done, "device is 'cuba', which cannot be used here")
 

@@ -18,7 +18,7 @@ B, V, K, ETA, BETA = 10, 2, 8, 1e4, 0.3
 
 
 class Table(nn.Module):
-    """q(z|x) = prod_t q(z_t), with a copy of the logits for every draw, and so a gradient each."""
+    """q(z|x) = prod_t q(z_t), with a copy of the logits, and so a gradient, for every draw."""
 
     n_tokens, vocab_size = B, V
 
@@ -58,7 +58,7 @@ class Line(nn.Module):
 
 
 def gradients(window, per_token, n_draws=20_000):
-    """n_draws gradients by the logits, (n_draws, B, V), in the units of the ELBO's."""
+    """n_draws gradients in the logits, (n_draws, B, V), scaled like the ELBO's."""
     encoder, decoder = Table(n_draws, per_token), Line(window, per_token)
     model = DAPS(encoder, decoder, n_samples=K, eta_update="gradient")
     model.log_eta.data.fill_(math.log(ETA))
@@ -172,7 +172,7 @@ def test_a_split_without_noise_changes_neither_merged_probabilities_nor_the_deco
         torch.testing.assert_close(after[..., value] * 2, after[..., value] + after[..., copy])
         merged[..., value] += merged[..., copy]
     alive = [v for v in range(12) if v not in dead]
-    # What the dead values had is gone, and shared by all in proportion.
+    # The probability of the dead values is shared by all others in proportion.
     expected = before[..., alive] / before[..., alive].sum(dim=-1, keepdim=True)
     torch.testing.assert_close(merged[..., alive], expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(model.decoder.log_prob(x, z), log_px, rtol=0, atol=0)

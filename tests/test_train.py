@@ -1,4 +1,4 @@
-"""train.py as a user meets it: runs, resumes, shares its work, and leaves other runs alone."""
+"""train.py as a user runs it: runs, resumes, shares its work, and leaves other runs alone."""
 
 import json
 import math
@@ -22,7 +22,7 @@ from conftest import (
 from checkpoint import load_checkpoint
 from models import METHODS
 
-# what a run leaves behind
+# files of a run
 
 
 def test_a_run_leaves_checkpoints_a_log_and_pictures(finished_twin):
@@ -81,7 +81,7 @@ def test_every_method_trains_resumes_exactly_and_is_evaluated(method, forker, tm
     assert_same_run(parts, whole)
 
 
-# interruptions by the user, and by the numbers
+# interruptions by the user, and by non-finite numbers
 
 
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
@@ -119,7 +119,7 @@ LR = 1e-3
 
 
 def assert_close_runs(one, two):
-    """The same run but for rounding."""
+    """The same run up to rounding."""
     ours, theirs = (load_checkpoint(d / "last.pt")["model"] for d in (one, two))
     for name, p in ours.items():
         # Weights of codes are a softmax of rewards over eta + beta, which is about 1 or more: their
@@ -165,7 +165,7 @@ def test_a_run_can_be_resumed_with_another_number_of_processes(forker, tmp_path)
 
 def test_bfloat16_on_the_cpu_starts_out_close_to_float32(forker, finished_twin, tmp_path):
     """The same noise decides the codes, so the first batch has nearly the same numbers: bfloat16
-    has 8 bits, an error of 0.4 %, which a sum over pixels evens out."""
+    has 8 bits, an error of 0.4 %, which averages out in a sum over pixels."""
     settings = (*TINY, "--max_steps=1", "--dtype=bfloat16")
     forker.finish(*settings, f"--out_dir={tmp_path / 'run'}")
     a, b = (log_rows(d)[0] for d in (tmp_path / "run", finished_twin))
@@ -185,7 +185,7 @@ torch.compile = lambda f, **options: compile_by(f, **options | dict(backend={!r}
     "backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.stress))
 )
 def test_compiled_processes_train_as_one_eager_process_does(backend, forker, tmp_path):
-    """On the CPU. By default the traced graphs run as they are, which spares a minute of C++."""
+    """On the CPU. By default the traced graphs run uncompiled, which saves a minute of C++."""
     settings = (*TINY, "--n_tokens=2", "--max_steps=3", "--eval_interval=3", f"--lr={LR}")
     forker.finish(*settings, f"--out_dir={tmp_path / 'eager'}")
     compiled = (*settings, "--use_compile=True", f"--out_dir={tmp_path / 'compiled'}")
@@ -194,7 +194,7 @@ def test_compiled_processes_train_as_one_eager_process_does(backend, forker, tmp
     assert_close_runs(tmp_path / "eager", tmp_path / "compiled")
 
 
-# runs that are there already
+# existing runs
 
 
 def files_of(out_dir):
