@@ -77,6 +77,14 @@ def configure(script, argv):
     return settings, rest
 
 
+def require(settings, *rules):
+    """Rules (names, holds, wanted): the value of each named setting must satisfy holds."""
+    for names, holds, wanted in rules:
+        for key in names.split():
+            if not holds(settings[key]):
+                raise UserError(f"{key} is {settings[key]!r}, must be {wanted}")
+
+
 def from_text(default, text):
     """A command-line value: the text itself for a string setting, else a Python literal."""
     if isinstance(default, str):
@@ -140,7 +148,7 @@ def defaults(script):
             key, value = statement.targets[0].id, statement.value
             if key[0].islower() and isinstance(value, ast.Constant):
                 settings[key] = value.value
-        elif settings and not isinstance(statement, ast.Assign):
+        elif settings:
             break  # end of the block
     return settings
 

@@ -28,7 +28,7 @@ from configurator import UserError, configure
 from data import CACHE_DIR, VAL_NOISE, load_dataset, uniform_noise
 from models import build_model, n_parameters
 from motion import FRAMES, LAFAN_VAL, film, frames_to_csv, joint_positions, side_by_side
-from plots import draw_codes, draw_curves, grid, images_per_row
+from plots import draw_codes, draw_curves, grid, images_per_row, stack
 
 
 def load(out_dir, checkpoint="best", device="cpu"):
@@ -257,7 +257,7 @@ def report(
     per_run=False,
 ):
     """Evaluate runs, write eval.json and pictures to each folder, print one table for all."""
-    rows, configs, skipped = [], [], 0
+    rows, configs, drawn, skipped = [], [], {}, 0
     try:
         inception = fid.load_inception(fid_weights, device) if fid_weights else None
     except ValueError as error:
@@ -294,6 +294,7 @@ def report(
             save_picture(os.path.join(out_dir, name), picture)
         rows.append(row)
         configs.append(config)
+        drawn[row["run"]] = pictures
     groups = group_by_seed(rows, configs, per_run)
     print_table([summary(group) for group in groups])
     if skipped:
@@ -304,7 +305,10 @@ def report(
     if len(out_dirs) > 1:
         logs = {summary(g)["run"]: [read_log(log_path(row["run"])) for row in g] for g in groups}
         save_picture(curves, draw_curves(logs))
-        print(f"curves of all runs: {curves}")
+        for name in ("samples.png", "codes.png"):  # of the first seed of each
+            pages = {g[0]["run"]: drawn[g[0]["run"]].get(name) for g in groups}
+            save_picture(os.path.join(os.path.dirname(curves), name), stack(pages))
+        print(f"curves of all runs: {curves}; beside it samples.png and codes.png of all runs")
     return rows
 
 

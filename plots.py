@@ -57,6 +57,19 @@ def grid(images, columns, gap=4):
     return page
 
 
+def stack(pages, margin=24):
+    """Pictures {label: page} one above the other, each below its label; None is left out."""
+    pages = {label: page.convert("RGB") for label, page in pages.items() if page is not None}
+    width = max((page.width for page in pages.values()), default=1)
+    height = sum(page.height + margin for page in pages.values())
+    whole, top = Image.new("RGB", (width, max(height, 1)), PAPER), 0
+    for label, page in pages.items():
+        ImageDraw.Draw(whole).text((6, top + margin / 2), label, INK, font(), anchor="lm")
+        whole.paste(page, (0, top + margin))
+        top += page.height + margin
+    return whole
+
+
 def images_per_row(image_width):
     """How many images fit a row of 512 pixels, but at least 4 and at most 16."""
     return max(4, min(16, 512 // image_width))

@@ -39,7 +39,7 @@ from checkpoint import (
     setup_device,
     write,
 )
-from configurator import UserError, configure
+from configurator import UserError, configure, require
 from data import cache_path, digest, train_indices, uniform_noise, write_cache
 from eval import load, load_data, save_picture, validation_noise
 from motion import FRAMES, film, joint_positions
@@ -558,25 +558,23 @@ def draw_pictures(prior, model, data):
 
 MAY_DIFFER = {"data_dir", "resume", "overwrite", "sample", "max_steps", "eval_interval", "n_steps"}
 MAY_DIFFER |= {"guidance", "n_generated", "classifier_steps", "device", "n_workers"}
-RANGES = (
-    ("positive", lambda v: v > 0, "n_layers width n_heads n_draws max_steps batch_size lr"),
-    ("positive", lambda v: v > 0, "eval_interval n_steps n_generated"),
-    ("zero or more", lambda v: v >= 0, "guidance classifier_steps seed n_workers"),
-    ("in [0, 1)", lambda v: 0 <= v < 1, "label_dropout"),
-    ("a multiple of n_heads", lambda v: v % n_heads == 0, "width"),
-)
 
 if __name__ == "__main__":
     settings, out_dirs = configure(globals(), sys.argv[1:])
-    for wanted, holds, names in RANGES:
-        for key in names.split():
-            if not holds(settings[key]):
-                raise UserError(f"{key} is {settings[key]!r}, must be {wanted}")
+    counts = "n_layers width n_heads n_draws max_steps batch_size eval_interval n_steps n_generated"
+    require(
+        settings,
+        (f"{counts} lr", lambda v: v > 0, "positive"),
+        ("guidance classifier_steps seed n_workers", lambda v: v >= 0, "zero or more"),
+        ("label_dropout", lambda v: 0 <= v < 1, "in [0, 1)"),
+        ("width", lambda v: v % n_heads == 0, "a multiple of n_heads"),
+    )
     if not out_dirs:
         raise UserError("name at least one run: python prior.py out/glyphs_daps")
     device = setup_device(device)
     stop, rows, locks = StopSignal(), [], []
     for out_dir in out_dirs:
+        stop.advice = "the same command with --resume=True continues"
         model = load(out_dir, "best", device)
         if isinstance(model, Gaussian):
             raise UserError(f"{out_dir}: the code of a Gaussian VAE is not discrete")

@@ -38,7 +38,7 @@ from checkpoint import (
     setup_device,
     write,
 )
-from configurator import UserError, configure
+from configurator import UserError, configure, require
 from data import DATA_DIR, DATASETS, TRAIN_NOISE, example_shape, load_dataset, uniform_noise
 from eval import evaluate, one_line, report
 from models import AUTOREGRESSIVE, METHODS, VECTORS, build_model, n_parameters, split_values
@@ -116,46 +116,34 @@ settings, unused = configure(globals(), sys.argv[1:])
 rank, world_size = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1)))
 is_main = rank == 0  # the process that prints and writes
 out_dir = settings["out_dir"] = os.path.expanduser(out_dir or f"out/{dataset}_{method}")
-for wanted, holds, names in (
-    (
-        "at least 1",
-        lambda value: value >= 1,
-        "n_tokens n_heads n_layers mlp_ratio decoder_layers mc_samples ppo_epochs max_steps "
-        "batch_size accumulate max_skipped eval_interval log_interval",
-    ),
-    ("at least 2", lambda value: value >= 2, "vocab_size"),
-    ("at least 8", lambda value: value >= 8, "image_size"),
-    ("positive", lambda value: value > 0, "width tau_init tau_final ppo_clip lr"),
-    (
-        "zero or more",
-        lambda value: value >= 0,
-        "beta_init beta_final commitment recompute n_workers eval_examples lr_final warmup_steps "
-        "weight_decay grad_clip seed credit_window split_interval",
-    ),
-    ("cosine or constant", lambda value: value in ("cosine", "constant"), "lr_schedule"),
-    ("float32 or bfloat16", lambda value: value in ("float32", "bfloat16"), "dtype"),
-    (f"one of: {', '.join(METHODS)}", lambda value: value in METHODS, "method"),
-    (f"one of: {', '.join(DATASETS)}", lambda value: value in DATASETS, "dataset"),
-):
-    for key in names.split():
-        if not holds(settings[key]):
-            raise UserError(f"{key} is {settings[key]!r}, must be {wanted}")
+counts = "n_tokens n_heads n_layers mlp_ratio decoder_layers mc_samples ppo_epochs max_steps "
+counts += "batch_size accumulate max_skipped eval_interval log_interval"
+amounts = "beta_init beta_final commitment recompute n_workers eval_examples lr_final warmup_steps "
+amounts += "weight_decay grad_clip seed credit_window split_interval"
 shares = world_size * accumulate
 scores_codes = method in ("daps", "rloo", "ppo")
-for key, holds, wanted in (
-    ("beta_init", (beta_init > 0) == (beta_final > 0), "positive if beta_final is, else zero"),
-    ("credit_window", credit_window % 2 or not credit_window, "odd, or zero for whole codes"),
-    ("lr_final", lr_final <= lr, f"at most lr = {lr}"),
-    ("lr_final", lr_final == 0 or lr_schedule == "cosine", "0 for a constant rate"),
-    ("accumulate", accumulate == 1 or method != "ppo", "1 for ppo, which returns to its batch"),
-    ("batch_size", batch_size % shares == 0, f"a multiple of processes * accumulate = {shares}"),
-    ("recompute", recompute == 0 or scores_codes, f"0 for {method}, which scores no codes"),
-    ("resnet_encoder", not resnet_encoder or method in VECTORS, f"False for {method}"),
-    ("resnet_encoder", not resnet_encoder or dataset != "lafan", "False for lafan, no images"),
-    ("device", world_size == 1 or ":" not in device, "cpu or cuda: each process takes its own"),
-):
-    if not holds:
-        raise UserError(f"{key} is {settings[key]!r}, must be {wanted}")
+require(
+    settings,
+    (counts, lambda v: v >= 1, "at least 1"),
+    ("vocab_size", lambda v: v >= 2, "at least 2"),
+    ("image_size", lambda v: v >= 8, "at least 8"),
+    ("width tau_init tau_final ppo_clip lr", lambda v: v > 0, "positive"),
+    (amounts, lambda v: v >= 0, "zero or more"),
+    ("lr_schedule", lambda v: v in ("cosine", "constant"), "cosine or constant"),
+    ("dtype", lambda v: v in ("float32", "bfloat16"), "float32 or bfloat16"),
+    ("method", lambda v: v in METHODS, f"one of: {', '.join(METHODS)}"),
+    ("dataset", lambda v: v in DATASETS, f"one of: {', '.join(DATASETS)}"),
+    ("beta_init", lambda v: (v > 0) == (beta_final > 0), "positive if beta_final is, else zero"),
+    ("credit_window", lambda v: v % 2 or v == 0, "odd, or zero for whole codes"),
+    ("lr_final", lambda v: v <= lr, f"at most lr = {lr}"),
+    ("lr_final", lambda v: v == 0 or lr_schedule == "cosine", "0 for a constant rate"),
+    ("accumulate", lambda v: v == 1 or method != "ppo", "1 for ppo, which returns to its batch"),
+    ("batch_size", lambda v: v % shares == 0, f"a multiple of processes * accumulate = {shares}"),
+    ("recompute", lambda v: v == 0 or scores_codes, f"0 for {method}, which scores no codes"),
+    ("resnet_encoder", lambda v: not v or method in VECTORS, f"False for {method}"),
+    ("resnet_encoder", lambda v: not v or dataset != "lafan", "False for lafan, no images"),
+    ("device", lambda v: world_size == 1 or ":" not in v, "cpu or cuda: one for each process"),
+)
 if unused:
     raise UserError(f"{unused[0]}: neither a config file (*.py) nor --key=value")
 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 and not resume:
@@ -297,6 +285,8 @@ if is_main:
     bits = n_tokens * math.log2(vocab_size)
     print(f"{method} on {dataset}: {n_tokens} tokens of {vocab_size} values, {bits:g} bits")
     print(f"parameters: {sizes}; {max_steps:,} steps on {device} in {dtype}")
+    if device_type == "cuda" and not has_bfloat16():
+        print("this GPU has no native bfloat16, so the default is float32")
     print(f"batch_size {batch_size}: {batch_size // world_size} for each of {world_size} processes")
     if resume:
         where = f"at step {progress['step']}" if saved else "at the start: no last.pt yet"

@@ -157,7 +157,9 @@ def block(script):
     return [re.fullmatch(r"  (\w+) = (.*?)  +(\S.*)", row) for row in rows]
 
 
-@pytest.mark.parametrize("script, n", [("train.py", 30), ("eval.py", 5), ("bench.py", 9)])
+@pytest.mark.parametrize(
+    "script, n", [("train.py", 30), ("eval.py", 5), ("bench.py", 9), ("prior.py", 20)]
+)
 def test_help_lists_every_setting_with_default_and_comment(script, n):
     rows = block(script)
     assert len(rows) >= n and all(rows)

@@ -6,6 +6,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from plots import (
     COLOURS,
@@ -21,6 +22,7 @@ from plots import (
     log_ticks,
     mean_and_deviation,
     points_of,
+    stack,
     tick_labels,
     ticks,
 )
@@ -199,3 +201,14 @@ def test_bars_are_divided_by_the_shares_of_their_parts():
         row = page[middle]
         blue, orange = ((row == colour).all(axis=-1).sum() for colour in (BLUE, ORANGE))
         assert blue / (blue + orange) == pytest.approx(share, abs=0.01)
+
+
+def test_pictures_are_stacked_below_their_labels_and_missing_ones_left_out():
+    grey, red = Image.new("L", (30, 10), 90), Image.new("RGB", (80, 20), "red")
+    page = stack({"a": grey, "none": None, "b": red}, margin=24)
+    assert page.size == (80, 10 + 20 + 2 * 24)
+    assert page.getpixel((29, 24)) == page.getpixel((0, 33)) == (90, 90, 90)
+    assert page.getpixel((0, 58)) == page.getpixel((79, 77)) == (255, 0, 0)
+    assert page.getpixel((70, 30)) == (255, 255, 255)  # right of the narrow one
+    assert np.asarray(page.crop((0, 0, 80, 24))).min() < 128  # a label
+    assert stack({}).size == (1, 1)
