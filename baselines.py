@@ -28,8 +28,6 @@ from torch import nn
 
 from daps import DAPS, gather_batch
 
-TINY = torch.finfo(torch.float32).tiny
-
 
 class Method(nn.Module):
     """An encoder and a decoder that encode, decode and sample as in DAPS.
@@ -61,8 +59,9 @@ def elbo_loss(log_px, kl, beta):
 
 
 def exponential(u):
-    """Exp(1) from u uniform in [0, 1): -log(1 - u), never zero."""
-    return torch.log1p(-u).clamp_(max=-TINY).neg_()
+    """Exp(1) from u, a multiple of 2^-24 in [0, 1): -log(1 - u). Zero stands for all numbers up to
+    the next multiple, so it becomes their mean."""
+    return torch.log1p(-u).clamp_(max=-(2**-25)).neg_()
 
 
 def straight_through(z, soft):
@@ -326,8 +325,8 @@ class VQVAE(Quantised):
         self.started = bool(self.count.any())
 
     def quantise(self, h):
-        """h (..., H) -> token (...) int64 and its code vector (..., H). In float32, because
-        distances are small differences of large numbers."""
+        """h (..., H) -> token (...) int64 and its code vector (..., H). In float32 (TF32 on GPUs),
+        because distances are small differences of large numbers."""
         with torch.autocast(h.device.type, enabled=False):
             distance = self.codebook.square().sum(dim=1) - 2 * h.float() @ self.codebook.T
         z = distance.argmin(dim=-1)
@@ -360,11 +359,14 @@ class VQVAE(Quantised):
             for _ in range(10):
                 self.absorb(h, decay=0.0)
         self.absorb(h, self.decay)
-        # Codes used for less than a twentieth of an even share of the batch start again elsewhere.
-        dead = self.count < 0.05 * len(h) / V  # (V,)
+        # Codes used for less than a twentieth of an even share of the batch start again elsewhere,
+        # as if they had been used for an eighth of it.
+        share = len(h) / V
+        dead = self.count < 0.05 * share  # (V,)
         elsewhere = shuffled[dead.cumsum(0).sub(1).clamp_min(0)]  # the next vector per dead code
-        self.replace(dead, elsewhere, self.codebook, self.total)
-        self.replace(dead, torch.ones_like(self.count), self.count)
+        self.replace(dead, elsewhere, self.codebook)
+        self.replace(dead, elsewhere * share / 8, self.total)
+        self.replace(dead, torch.full_like(self.count, share / 8), self.count)
 
     def absorb(self, h, decay):
         one_hot = F.one_hot(self.quantise(h)[0], len(self.codebook)).float()  # (n, V)

@@ -23,7 +23,6 @@ import functools
 import gzip
 import hashlib
 import io
-import json
 import math
 import multiprocessing
 import os
@@ -335,14 +334,15 @@ def download(url, name):
     return bytes(body)
 
 
-def cache_path(name):
-    return os.path.join(os.path.expanduser(CACHE_DIR), name)
-
-
-def write_cache(path, content):
-    """Keep text or bytes for next time; a failed write is not an error."""
-    with suppress(UserError):
-        write(path, content)
+def cached(name, compute):
+    """compute(), tensors and plain types, or what it returned before, kept in the cache folder."""
+    path = os.path.join(os.path.expanduser(CACHE_DIR), name)
+    with suppress(Exception):  # not there yet, or damaged
+        return torch.load(path, map_location="cpu", weights_only=True)
+    content = compute()
+    with suppress(UserError):  # a full disk: it is computed again next time
+        write(path, as_bytes(torch.save, content))
+    return content
 
 
 def fingerprint(shape, files):
@@ -562,14 +562,13 @@ class ImageFolder(Dataset):
 
     def statistics(self, n=2000):
         """Mean and standard deviation of each channel, (3, 1, 1) each, over the centre crops of up
-        to n evenly spaced training images. Computed once and cached."""
+        to n evenly spaced training images."""
         n = min(n, self.n_train)
         index = [i * self.n_train // n for i in range(n)]
         key = fingerprint(self.shape, [self.files["train"][i] for i in index])
-        path = cache_path(f"statistics_{key}.json")
-        with suppress(Exception), open(path) as file:  # not there yet, or damaged
-            mean, std = torch.tensor(json.load(file), dtype=torch.float32).view(2, 3, 1, 1)
-            return mean, std
+        return cached(f"statistics_{key}.pt", lambda: self.compute_statistics(index))
+
+    def compute_statistics(self, index):
         sums, n_pixels = torch.zeros(2, 3, dtype=torch.float64), 0
         for i in tqdm(index, desc="statistics", leave=False, disable=None):
             image = self.read("train", i, centre_crop)
@@ -578,10 +577,8 @@ class ImageFolder(Dataset):
                 sums += torch.stack([image.sum(dim=1), image.square().sum(dim=1)])
                 n_pixels += image.size(1)
         if n_pixels == 0:
-            raise UserError(f"{self.name}: none of {n} training files could be decoded")
-        mean, std = mean_and_std(sums, n_pixels)
-        write_cache(path, json.dumps([mean.flatten().tolist(), std.flatten().tolist()]))
-        return mean, std
+            raise UserError(f"{self.name}: none of {len(index)} training files could be decoded")
+        return mean_and_std(sums, n_pixels)
 
 
 def read_image(path, crop, size):
@@ -733,17 +730,16 @@ def lafan(data_dir):
         path = os.path.join(data_dir, "lafan1", "h1", f"{name}.csv")
         bodies[name] = fetch(path, [f"{motion.LAFAN_URL}{name}.csv"], sha256)
     key = digest(repr(["features, version 1", motion.H1, motion.LAFAN_FILES]).encode())
-    path = cache_path(f"lafan_{key}.pt")
-    try:
-        clips = torch.load(path, weights_only=True)
-    except Exception:  # not there yet, or damaged
+
+    def features():
         clips = {"train": [], "val": []}
         for name, body in tqdm(bodies.items(), desc="features", leave=False, disable=None):
             split = "val" if name in motion.LAFAN_VAL else "train"
             frames = motion.read_motion(io.BytesIO(body))
             clips[split].append(motion.motion_features(frames))
-        write_cache(path, as_bytes(torch.save, clips))
-    return MotionDataset(clips)
+        return clips
+
+    return MotionDataset(cached(f"lafan_{key}.pt", features))
 
 
 DATASETS = {

@@ -9,7 +9,6 @@ From Python, load("out/glyphs_daps") returns a model with encode(x), decode(z) a
 Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token.
 """
 
-import contextlib
 import copy
 import json
 import math
@@ -25,7 +24,7 @@ import fid
 from baselines import Gaussian, Quantised
 from checkpoint import as_bytes, load_checkpoint, read_log, restore, setup_device, write
 from configurator import UserError, configure
-from data import CACHE_DIR, VAL_NOISE, load_dataset, uniform_noise
+from data import VAL_NOISE, cached, load_dataset, uniform_noise
 from models import build_model, n_parameters
 from motion import FRAMES, LAFAN_VAL, film, frames_to_csv, joint_positions, side_by_side
 from plots import draw_codes, draw_curves, grid, images_per_row, stack
@@ -163,13 +162,7 @@ def fid_score(model, data, inception, batch_size, device, n_workers=0):
             yield data.unit(model.decode(z).mean)
 
     name = f"fid_{data.key()}_{fid.FID_SHA256[:8]}.pt"
-    path = os.path.join(os.path.expanduser(CACHE_DIR), name)
-    try:
-        truth = torch.load(path, weights_only=True)
-    except Exception:  # not there yet, or damaged
-        truth = fid.image_moments(inception, images())
-        with contextlib.suppress(UserError):  # it is computed again next time
-            write(path, as_bytes(torch.save, truth))
+    truth = cached(name, lambda: fid.image_moments(inception, images()))
     return fid.frechet_distance(*fid.image_moments(inception, reconstructions()), *truth)
 
 
@@ -303,7 +296,7 @@ def report(
         print(f"FID: needs --fid_weights=path to {fid.FID_WEIGHTS}, from {fid.FID_URL}")
     print("pictures in each folder: reconstructions.png, samples.png, codes.png, curves.png")
     if len(out_dirs) > 1:
-        logs = {summary(g)["run"]: [read_log(log_path(row["run"])) for row in g] for g in groups}
+        logs = {label(g): [read_log(log_path(row["run"])) for row in g] for g in groups}
         save_picture(curves, draw_curves(logs))
         for name in ("samples.png", "codes.png"):  # of the first seed of each
             pages = {g[0]["run"]: drawn[g[0]["run"]].get(name) for g in groups}
@@ -327,8 +320,14 @@ def group_by_seed(rows, configs, per_run=False):
     return list(groups.values())
 
 
+def label(group):
+    """The name of a run or, of several, the first one's and their number."""
+    first = group[0]["run"]
+    return first if len(group) == 1 else f"{first} (n = {len(group)})"
+
+
 def summary(group):
-    """One row for a group of rows: mean and standard deviation of every number that varies."""
+    """One row for a group of rows: mean and standard deviation of every float."""
     if len(group) == 1:
         return group[0]
     row = group[0] | {"n": len(group), "run": os.path.commonprefix([r["run"] for r in group]) + "*"}

@@ -310,7 +310,7 @@ class TiedHead(nn.Module):
 
     def forward(self, h):
         table = self.table[0].weight.detach()  # (V, H)
-        return self.query(h) @ table.T * table.size(1) ** -0.5 + self.bias
+        return F.linear(self.query(h) * table.size(1) ** -0.5, table, self.bias)
 
 
 class AutoregressiveEncoder(TokenEncoder):
@@ -487,6 +487,9 @@ class StaticSampler(nn.Module):
         self.query.copy_(query)
         self.noise.copy_(noise)
         self.t.zero_()
+        for cache in self.caches:  # a mask hides old keys, but not if they are NaN
+            cache.k.zero_()
+            cache.v.zero_()
         for window in windows(noise.size(2), self.chunk):
             self.compiled_step(window)
         return self.z[..., 1:].clone()
@@ -706,7 +709,8 @@ class ResNetDecoder(Decoder):
         h = self.vectors(z)  # (..., B, H)
         lead = h.shape[:-2]
         h = h.reshape(-1, self.side, self.side, h.size(-1)).permute(0, 3, 1, 2)
-        mean, log_var = self.net(h).float().unflatten(0, lead).chunk(2, dim=-3)
+        h = self.net(h).float()
+        mean, log_var = h.view(*lead, *h.shape[1:]).chunk(2, dim=-3)
         return mean, log_var.clamp(*self.LOG_VAR)
 
     def log_prob(self, x, z):
@@ -751,11 +755,12 @@ class MotionDecoder(Decoder):
         """The mean of x given z: (..., frames, features) float32."""
         h = self.vectors(z)  # (..., B, H)
         lead = h.shape[:-2]
-        h = h.flatten(0, -3) + self.positions  # (M, B, H)
+        h = h.reshape(-1, *h.shape[-2:]) + self.positions  # (M, B, H)
         for block in self.blocks:
             h = block(h)
         h = self.conv(self.out(self.norm(h)).transpose(1, 2)).transpose(1, 2)  # (M, frames, H)
-        return self.head(h).float().unflatten(0, lead)
+        h = self.head(h).float()
+        return h.view(*lead, *h.shape[1:])
 
     def log_prob(self, x, z):
         mean = self.mean(z)  # (N, K, frames, features)

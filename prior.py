@@ -21,6 +21,8 @@ import math
 import os
 import sys
 import time
+from collections import Counter
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +42,7 @@ from checkpoint import (
     write,
 )
 from configurator import UserError, configure, require
-from data import cache_path, digest, train_indices, uniform_noise, write_cache
+from data import cached, digest, train_indices, uniform_noise
 from eval import load, load_data, save_picture, validation_noise
 from motion import FRAMES, film, joint_positions
 from plots import grid, images_per_row
@@ -268,7 +270,7 @@ def load_codes(out_dir, model, data, n_draws, seed, size=250):
     drawn in successive epochs; for image folders, each is of a different crop.
     """
     path, source = os.path.join(out_dir, "codes.pt"), [digest_of_model(out_dir), n_draws, seed]
-    if os.path.exists(path):
+    with suppress(Exception):  # not there yet, or damaged
         codes = torch.load(path, weights_only=True)
         if codes.pop("source") == source:
             return {key: value.long() for key, value in codes.items()}
@@ -351,7 +353,7 @@ def train(out_dir, n_tokens, vocab_size, n_labels, codes, stop):
             bar.set_postfix(loss=f"{loss.item():.3f}")
         if step % eval_interval == 0 or step == max_steps or stop.number:
             seconds += time.perf_counter() - started
-            if not stop.number:
+            if step % eval_interval == 0 or step == max_steps:
                 with torch.no_grad():
                     value = cross_entropy(prior, z_val, spread(u_val[:, 0]), y_val, u_val[:, 1:])
                 log.add({"step": step, "split": "val", "loss": value.item()})
@@ -411,20 +413,20 @@ def load_classifier(data, n_labels, size=128):
     layers += [nn.Flatten(), nn.Linear(channels * side**2, 256), nn.ReLU(), nn.Dropout(0.5)]
     torch.manual_seed(0)
     net = nn.Sequential(*layers, nn.Linear(256, n_labels)).to(device)
-    path = cache_path(f"classifier_{data.key()}_{classifier_steps}.pt")
-    if os.path.exists(path):
-        restore(path, {"net": torch.load(path, weights_only=True)}, net=net)
-        return net.eval().requires_grad_(False)
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    batches = data.train_batches(0, 0, classifier_steps, size, 0, 1, n_workers)
-    bar = tqdm(batches, "classifier", classifier_steps, leave=False, disable=None)
-    for step, x in enumerate(bar):
-        optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / classifier_steps)
-        y = data.y_train[train_indices(data.n_train, 0, step, size)].long().to(device)
-        F.cross_entropy(net(data.standardise(x)), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    write_cache(path, as_bytes(torch.save, net.state_dict()))
+
+    def fit():
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        batches = data.train_batches(0, 0, classifier_steps, size, 0, 1, n_workers)
+        bar = tqdm(batches, "classifier", classifier_steps, leave=False, disable=None)
+        for step, x in enumerate(bar):
+            optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / classifier_steps)
+            y = data.y_train[train_indices(data.n_train, 0, step, size)].long().to(device)
+            F.cross_entropy(net(data.standardise(x)), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return net.state_dict()
+
+    net.load_state_dict(cached(f"classifier_{data.key()}_{classifier_steps}.pt", fit))
     return net.eval().requires_grad_(False)
 
 
@@ -462,8 +464,9 @@ def measure(prior, model, data, codes, classifier):
     generated = generate(prior, labels).cpu()
     row["codes_per_second"] = len(labels) / (time.perf_counter() - started)
     row["evaluations"] = n_steps * (1 if guidance in (0, 1) else 2)
-    known = set(map(tuple, z.tolist()))
-    row["copies"] = sum(code in known for code in map(tuple, generated.tolist())) / len(labels)
+    new = Counter(map(tuple, generated.tolist()))
+    known = {code for part in z.split(10_000) for code in map(tuple, part.tolist()) if code in new}
+    row["copies"] = sum(new[code] for code in known) / len(labels)
     if classifier is None:
         return row
 
@@ -550,7 +553,8 @@ def draw_pictures(prior, model, data):
     images = decode(generate(prior, labels.repeat_interleave(n))).unflatten(0, (len(labels), n))
     height = -(-len(labels) // blocks)
     page = torch.ones(blocks * height, n + 3, *data.shape)
-    page[: len(labels), 0] = data.unit(data.standardise(data.val_examples(first)[0])).cpu()
+    real, kept = data.val_examples(first)
+    page[: len(labels), 0][kept] = data.unit(data.standardise(real)).cpu()
     page[: len(labels), 2:-1] = images
     page = page.unflatten(0, (blocks, height)).transpose(0, 1).flatten(0, 2)
     return {"labels.png": grid(page, blocks * (n + 3)), "steps.png": steps}

@@ -116,8 +116,8 @@ settings, unused = configure(globals(), sys.argv[1:])
 rank, world_size = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1)))
 is_main = rank == 0  # the process that prints and writes
 out_dir = settings["out_dir"] = os.path.expanduser(out_dir or f"out/{dataset}_{method}")
-counts = "n_tokens n_heads n_layers mlp_ratio decoder_layers mc_samples ppo_epochs max_steps "
-counts += "batch_size accumulate max_skipped eval_interval log_interval"
+counts = "n_tokens n_heads n_layers mlp_ratio decoder_layers n_samples mc_samples ppo_epochs "
+counts += "max_steps batch_size accumulate max_skipped eval_interval log_interval"
 amounts = "beta_init beta_final commitment recompute n_workers eval_examples lr_final warmup_steps "
 amounts += "weight_decay grad_clip seed credit_window split_interval"
 shares = world_size * accumulate
@@ -129,6 +129,7 @@ require(
     ("image_size", lambda v: v >= 8, "at least 8"),
     ("width tau_init tau_final ppo_clip lr", lambda v: v > 0, "positive"),
     (amounts, lambda v: v >= 0, "zero or more"),
+    ("seed", lambda v: v < 2**32, "below 2**32"),
     ("lr_schedule", lambda v: v in ("cosine", "constant"), "cosine or constant"),
     ("dtype", lambda v: v in ("float32", "bfloat16"), "float32 or bfloat16"),
     ("method", lambda v: v in METHODS, f"one of: {', '.join(METHODS)}"),
@@ -299,6 +300,10 @@ step, bad_in_a_row, started = progress["step"], 0, time.perf_counter()
 bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None if is_main else True)
 batches = data.train_batches(seed, step, max_steps, batch_size, **share, n_workers=n_workers)
 while step < max_steps:
+    if splits and step and step % split_interval == 0 and step <= 0.8 * max_steps:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        progress["n_split"] += split_values(raw_model, optimizer, generator)
+
     beta = torch.full((), anneal(beta_init, beta_final, step), device=device)
     if raw_model.tau is not None:
         raw_model.tau.fill_(anneal(tau_init, tau_final, step))
@@ -344,10 +349,6 @@ while step < max_steps:
         found = f"non-finite gradients in {max_skipped} steps up to {step}"
         raise UserError(f"{found}; try a lower --lr")
 
-    if splits and step % split_interval == 0 and step <= 0.8 * max_steps:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        progress["n_split"] += split_values(raw_model, optimizer, generator)
-
     if step % log_interval == 0 or step == max_steps:
         values = torch.stack(rows).mean(dim=0)
         if world_size > 1:
@@ -364,7 +365,7 @@ while step < max_steps:
     if evaluating or stopping:
         progress["seconds"] += time.perf_counter() - started
         if evaluating:
-            size = batch_size // accumulate
+            size = batch_size // shares
             options = (beta_final, size, device, eval_examples, n_workers)
             with autocast:
                 val, _ = evaluate(raw_model, data, *options)

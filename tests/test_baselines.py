@@ -352,6 +352,24 @@ def test_vqvae_starts_by_k_means_and_revives_dead_codes():
     assert model.codebook[3].norm() < 100
 
 
+@pytest.mark.parametrize("per_code", (2, 64))
+def test_a_revived_code_has_time_to_be_used(per_code):
+    """Whatever the size of the batch, it is not dead again in the steps after its revival."""
+    model = VQVAE(vector_encoder(8, 64), MLPDecoder(X_SHAPE, B, 0, 8), 8)
+    torch.manual_seed(0)
+    h = torch.randn(64 * per_code, 8)
+    model.update(h, torch.rand(len(h)))
+    model.codebook[3], model.total[3], model.count[3] = 1e3, 0.0, 0.0
+    model.update(h, torch.rand(len(h)))
+    assert model.count[3].item() == pytest.approx(per_code / 8)
+    torch.testing.assert_close(model.total[3] / model.count[3], model.codebook[3])
+    far = model.codebook[3] + 100.0  # nothing is assigned to it there
+    model.codebook[3], model.total[3] = far, far * model.count[3]
+    for _ in range(20):
+        model.update(h, torch.rand(len(h)))
+    torch.testing.assert_close(model.codebook[3], far)
+
+
 def test_vqvae_by_gradient_has_the_paper_s_three_terms():
     encoder = vector_encoder(8, 16)
     model = VQVAE(encoder, MLPDecoder(X_SHAPE, B, 0, 8), 8, commitment=0.25, ema=False)

@@ -247,8 +247,23 @@ def test_a_data_dir_that_cannot_be_written_is_named_before_anything_is_downloade
     assert server.asked == []
 
 
-def test_a_cache_that_cannot_be_written_is_no_fault(tmp_path):
+def test_a_cached_value_is_computed_once_and_again_if_it_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "CACHE_DIR", str(tmp_path / "new"))
+    calls = []
+
+    def compute():
+        calls.append(1)
+        return torch.ones(3), {"n": len(calls)}
+
+    for _ in range(2):
+        ones, rest = data.cached("x.pt", compute)
+        assert torch.equal(ones, torch.ones(3)) and rest == {"n": 1}
+    (tmp_path / "new" / "x.pt").write_bytes(b"half of a file")
+    assert data.cached("x.pt", compute)[1] == {"n": 2}
+    assert data.cached("x.pt", compute)[1] == {"n": 2}
+
+
+def test_a_cache_that_cannot_be_written_is_not_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    data.write_cache(str(tmp_path / "file" / "x.json"), "{}")
-    data.write_cache(str(tmp_path / "new" / "x.json"), "{}")
-    assert (tmp_path / "new" / "x.json").read_text() == "{}"
+    monkeypatch.setattr(data, "CACHE_DIR", str(tmp_path / "file"))
+    assert data.cached("x.pt", lambda: [1, 2]) == [1, 2]

@@ -18,6 +18,7 @@ from data import ArrayDataset
 from eval import (
     evaluate,
     group_by_seed,
+    label,
     load,
     load_data,
     one_line,
@@ -229,6 +230,13 @@ def test_a_table_shows_means_with_deviations_and_a_dash_where_there_is_no_number
     assert first.split() == cells
     assert second.split() == ["out/fsq", "fsq", "-", "64", "-", "-", "156,547", "-"]
     assert header.index("KL") + 2 == first.index("40.00") + 5  # numbers end where their names do
+
+
+def test_groups_have_different_labels_also_where_the_seed_comes_first_in_their_names():
+    rows = {name: {"run": f"out/s{name}"} for name in ("0_daps", "1_daps", "0_vq", "1_vq", "fsq")}
+    groups = [rows["0_daps"], rows["1_daps"]], [rows["0_vq"], rows["1_vq"]], [rows["fsq"]]
+    labels = [label(group) for group in groups]
+    assert labels == ["out/s0_daps (n = 2)", "out/s0_vq (n = 2)", "out/sfsq"]
 
 
 def test_a_group_of_runs_without_a_kl_has_none_in_its_mean():

@@ -216,8 +216,19 @@ def test_a_report_that_cannot_be_written_is_made_later(forker, tmp_path):
 def test_what_cannot_be_kept_for_next_time_is_computed_again(forker, tmp_path, where):
     """Statistics of images and features of motion go to a cache on a full disk."""
     settings, found = where(tmp_path / "run")
-    full = LIMIT + "write = data.write_cache\n"
-    full += "data.write_cache = lambda *what: (limit(50), write(*what), limit(1 << 40))\n"
+    full = (
+        LIMIT
+        + """
+whole = data.write
+def write(*what):
+    limit(50)
+    try:
+        whole(*what)
+    finally:
+        limit(1 << 40)
+data.write = write
+"""
+    )
     for resume in (False, True):
         forker.finish(*settings, f"--resume={resume}", "--max_steps=2", fault=found + full)
         assert not list((tmp_path / "run.cache").iterdir())

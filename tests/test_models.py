@@ -19,6 +19,7 @@ from models import (
     VECTORS,
     AutoregressiveEncoder,
     MLPDecoder,
+    MotionDecoder,
     OnePassEncoder,
     Patches,
     ResNetDecoder,
@@ -337,6 +338,15 @@ def test_the_static_sampler_draws_the_codes_of_the_plain_loop(kind, dtype, fresh
     assert list(static.state_dict()) == names  # it is not part of a checkpoint
 
 
+def test_a_batch_that_is_not_finite_leaves_nothing_behind_in_the_static_sampler(fresh_dynamo):
+    model = encoder("plain", n_tokens=7, vocab_size=4, n_layers=2, spread=0.5)
+    x, noise = torch.rand(2, *X_SHAPE), torch.rand(2, 3, 7)
+    model.compile_sampler(chunk=7, backend="eager")
+    codes = model.sample(x, 3, noise)
+    model.sample(torch.full_like(x, math.nan), 3, noise)
+    assert torch.equal(model.sample(x, 3, noise), codes)
+
+
 def test_one_graph_per_shape_of_codes_serves_all_tokens(fresh_dynamo):
     """The windows grow, 3, 6, 7; the position is a tensor: nothing is compiled again."""
     model = encoder("plain", n_tokens=7, vocab_size=4, n_layers=1)
@@ -447,6 +457,15 @@ def test_images_are_decoded_to_their_shape(side, n_tokens):
     decoder = ResNetDecoder((3, side, side), n_tokens, 16, 128)
     z = torch.randint(16, (2, 1, n_tokens))
     assert decoder(z).mean.shape == (2, 1, 3, side, side)
+
+
+def test_one_code_alone_is_decoded_as_among_others():
+    motion = MotionDecoder((4, 5), 8, 16, 16, 2, 1, 2)
+    decoders = (ResNetDecoder((3, 16, 16), 16, 16, 16), motion, MLPDecoder((1, 6, 6), 4, 16, 8))
+    for decoder, n_tokens in zip(decoders, (16, 8, 4), strict=True):
+        decoder.eval()
+        z = torch.randint(16, (2, 3, n_tokens))
+        torch.testing.assert_close(decoder(z[1, 2]).mean, decoder(z).mean[1, 2])
 
 
 def test_shapes_through_every_layer_of_the_resnet():

@@ -106,7 +106,7 @@ def test_inverse_kinematics_undoes_forward_kinematics_over_the_whole_range():
 @needs_lafan
 def test_real_frames_survive_the_round_trip_and_121_features_are_left(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(data, "write_cache", lambda path, content: None)  # 160 MB
+    monkeypatch.setattr(data, "write", lambda path, content: None)  # 160 MB
     found = lafan(os.path.expanduser(data.DATA_DIR))
     assert sum(len(split.parts[0]) for split in (found.train, found.val)) == 264_705
     assert found.shape == (32, 121)

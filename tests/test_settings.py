@@ -219,6 +219,8 @@ NONSENSE = {
     "method=fsq fsq_levels=4,5": ("fsq_levels", "vocab_size"),
     "device=cuba": ("device", "cuba"),
     "seed=-1": ("seed", "zero or more"),
+    "seed=4294967296": ("seed", "below 2**32"),
+    "method=ppo n_samples=0": ("n_samples", "at least 1"),
     "lr=1e999": ("lr", "finite"),
     "lr=fast": ("lr", "float", "fast"),
     "max_steps=2.5": ("max_steps", "int", "2.5"),
