@@ -24,7 +24,7 @@ import fid
 from baselines import Gaussian, Quantised
 from checkpoint import as_bytes, load_checkpoint, read_log, restore, setup_device, write
 from configurator import UserError, configure
-from data import VAL_NOISE, cached, load_dataset, uniform_noise
+from data import DATA_DIR, VAL_NOISE, cached, load_dataset, uniform_noise
 from models import build_model, n_parameters
 from motion import FRAMES, LAFAN_VAL, film, frames_to_csv, joint_positions, side_by_side
 from plots import draw_codes, draw_curves, grid, images_per_row, stack
@@ -50,13 +50,25 @@ def load(out_dir, checkpoint="best", device="cpu"):
 def load_data(model, data_dir=""):
     """The data set that a model was trained on, standardised as in training, on its device."""
     config = model.config
-    data_dir = data_dir or config["data_dir"]
+    data_dir = data_dir or config["data_dir"] or DATA_DIR
     data = copy.copy(load_dataset(config["dataset"], data_dir, config["image_size"]))
     if model.x_shape != tuple(data.shape):
         found = f"those of {data.name} in {data_dir} are {tuple(data.shape)}"
         raise UserError(f"the run was trained on examples of shape {model.x_shape}, {found}")
     data.mean, data.std = model.data_mean, model.data_std
     return data.to(model.data_mean.device)
+
+
+def export(out_dir, checkpoint, target):
+    """Save the model of a run without its optimizer, and every tenth row of its log, for others to
+    load: a third of the size, and no path of this machine."""
+    saved = load_checkpoint(os.path.join(out_dir, f"{checkpoint}.pt"))
+    saved.pop("optimizer", None)
+    saved["config"] |= {"data_dir": "", "out_dir": ""}
+    write(os.path.join(target, "best.pt"), as_bytes(torch.save, saved))
+    rows = read_log(log_path(out_dir))
+    rows = [row for i, row in enumerate(rows) if row["split"] == "val" or i % 10 == 0]
+    write(os.path.join(target, "log.jsonl"), "".join(json.dumps(row) + "\n" for row in rows))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -385,6 +397,7 @@ if __name__ == "__main__":
     batch_size = 250  # examples at a time
     n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
     fid_weights = ""  # file with the weights of Inception, for FID; empty: no FID
+    export_to = ""  # a folder for the model alone, to share: without optimizer and local paths
     curves = "out/curves.png"  # file for the curves of several runs in one picture
     per_run = False  # a row for every run, even if only seeds differ
 
@@ -394,4 +407,8 @@ if __name__ == "__main__":
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}, must be at least 1")
     settings["device"] = setup_device(device)
+    if settings.pop("export_to"):
+        if len(out_dirs) > 1:
+            raise UserError(f"export_to takes one run; found {len(out_dirs)}")
+        export(out_dirs[0], checkpoint, export_to)
     report(out_dirs, **settings)

@@ -232,6 +232,23 @@ def test_a_table_shows_means_with_deviations_and_a_dash_where_there_is_no_number
     assert header.index("KL") + 2 == first.index("40.00") + 5  # numbers end where their names do
 
 
+def test_an_exported_model_is_smaller_knows_no_local_path_and_gives_the_same_codes(
+    finished_run, tmp_path
+):
+    target = tmp_path / "shared"
+    done = run_here("eval.py", finished_run, f"--export_to={target}")
+    assert done.code == 0, done.errors
+    sizes = [os.path.getsize(folder / "best.pt") for folder in (target, finished_run)]
+    assert sizes[0] < 0.5 * sizes[1]
+    assert str(tmp_path.parent).encode() not in (target / "best.pt").read_bytes()
+    assert log_rows(target, "val") == log_rows(finished_run, "val")
+    x, noise = torch.rand(4, *X_SHAPE).round(), torch.rand(4, 1, 8)
+    ours, theirs = (load(folder).encode(x, noise=noise) for folder in (target, finished_run))
+    assert torch.equal(ours, theirs)
+    assert run_here("eval.py", target).code == 0
+    assert_one_line(run_here("eval.py", target, target, "--export_to=x"), "export_to takes one run")
+
+
 def test_groups_have_different_labels_also_where_the_seed_comes_first_in_their_names():
     rows = {name: {"run": f"out/s{name}"} for name in ("0_daps", "1_daps", "0_vq", "1_vq", "fsq")}
     groups = [rows["0_daps"], rows["1_daps"]], [rows["0_vq"], rows["1_vq"]], [rows["fsq"]]

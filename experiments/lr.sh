@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The learning rate of each method: three rates at 3,000 steps on MNIST.
+cd "$(dirname "$0")/.."
+. experiments/run.bash
+
+for lr in 3e-3 6e-3 1.2e-2; do
+  for method in vqvae fsq gumbel_na reinmax_na gaussian gumbel; do
+    run "lr/${method}_$lr" "mnist_$method" config/short.py --lr="$lr"
+  done
+  for method in daps_na rloo_na gumbel_na daps ppo; do
+    run "lr/${method}_ours_$lr" "mnist_$method" config/short.py config/ours.py --lr="$lr"
+  done
+done
+python eval.py out/lr/* --curves=out/lr.png

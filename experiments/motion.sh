@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# LAFAN1, 1,000 steps of 16 segments, 640 bits.
+cd "$(dirname "$0")/.."
+. experiments/run.bash
+
+motion() { # motion OUT METHOD LR [FILE or SETTING ...]
+  run "motion/$1" "lafan_$2" config/short.py --batch_size=16 --max_steps=1000 --lr="$3" "${@:4}"
+}
+motion daps_na daps_na 2e-3 config/ours.py
+motion daps_na_plain daps_na 2e-3
+motion gumbel_na gumbel_na 1e-3
+motion fsq fsq 3e-3
+python eval.py out/motion/* --curves=out/motion.png

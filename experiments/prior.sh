@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Generation: a prior over the codes of the runs of experiments/mnist.sh, which must be there.
+cd "$(dirname "$0")/.."
+. experiments/run.bash
+
+runs=$(echo out/mnist/{daps_na,vqvae,fsq,gumbel_na}_s0)
+for guidance in 1 2; do
+  python prior.py $runs --guidance=$guidance --resume=True
+done
