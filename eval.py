@@ -383,10 +383,15 @@ def print_table(rows):
 
     columns = {k: column for k, column in COLUMNS.items() if any(column[0] in row for row in rows)}
     table = [list(columns), *([cell(row, *column) for column in columns.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
+    print_aligned(table, n_left=2)
+
+
+def print_aligned(lines, n_left):
+    """Lines of cells, the first n_left columns aligned on the left, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
         cells = zip(line, widths, strict=True)
-        aligned = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(cells)]
+        aligned = [c.ljust(w) if i < n_left else c.rjust(w) for i, (c, w) in enumerate(cells)]
         print("  ".join(aligned).rstrip())
 
 

@@ -43,7 +43,7 @@ from checkpoint import (
 )
 from configurator import UserError, configure, require
 from data import cached, digest, train_indices, uniform_noise
-from eval import load, load_data, save_picture, validation_noise
+from eval import load, load_data, print_aligned, save_picture, validation_noise
 from motion import FRAMES, film, joint_positions
 from plots import grid, images_per_row
 
@@ -513,10 +513,7 @@ def print_table(rows):
     lines = [("", *(row["run"] for row in rows))]
     for title, key, form in TABLE:
         lines.append((title, *(form.format(row[key]) if key in row else "-" for row in rows)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for title, *cells in lines:
-        cells = (c.rjust(w) for c, w in zip(cells, widths[1:], strict=True))
-        print("  ".join([title.ljust(widths[0]), *cells]))
+    print_aligned(lines, n_left=1)
 
 
 @torch.no_grad()
