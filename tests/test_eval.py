@@ -249,6 +249,20 @@ def test_an_exported_model_is_smaller_knows_no_local_path_and_gives_the_same_cod
     assert_one_line(run_here("eval.py", target, target, "--export_to=x"), "export_to takes one run")
 
 
+REAL_MNIST = os.path.join(os.environ.get("DAPS_DATA", ""), "mnist", "t10k-images-idx3-ubyte.gz")
+
+
+@pytest.mark.skipif(not os.path.exists(REAL_MNIST), reason="DAPS_DATA names no folder with MNIST")
+def test_the_model_that_comes_with_the_code_is_as_good_as_the_readme_says():
+    """Its beta-ELBO on 10,000 digits is above -47; on 1,000 of them it may be lower by the error of
+    a mean, three times 15 / sqrt(1,000)."""
+    model = load(os.path.join(ROOT, "assets", "mnist_daps"))
+    data = load_data(model, os.environ["DAPS_DATA"])
+    metrics, _ = evaluate(model, data, 0.01, 250, "cpu", limit=1000)
+    assert metrics["beta_elbo"] > -48.5 and metrics["psnr"] > 17.7
+    assert metrics["perplexity"] > 100
+
+
 def test_groups_have_different_labels_also_where_the_seed_comes_first_in_their_names():
     rows = {name: {"run": f"out/s{name}"} for name in ("0_daps", "1_daps", "0_vq", "1_vq", "fsq")}
     groups = [rows["0_daps"], rows["1_daps"]], [rows["0_vq"], rows["1_vq"]], [rows["fsq"]]

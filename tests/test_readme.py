@@ -4,6 +4,7 @@ import glob
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import textwrap
 
@@ -61,6 +62,8 @@ def folder(tmp_path_factory):
     for name in ("config", "experiments"):
         if os.path.exists(os.path.join(ROOT, name)):
             os.symlink(os.path.join(ROOT, name), folder / name)
+    shipped = os.path.join("assets", "mnist_daps")
+    shutil.copytree(os.path.join(ROOT, shipped), folder / shipped)  # eval.py writes into it
     photos = ("photos/train/a", "photos/val/a", "data/imagenet/train/a", "data/imagenet/val/a")
     for part in (*photos, "pictures"):
         os.makedirs(folder / part)
@@ -213,6 +216,7 @@ def test_commands_that_train_and_evaluate_do_so_in_order(commands, folder):
             done = run_here("eval.py", *words, "--data_dir=data", "--n_workers=0")
             assert done.code == 0, done.errors
     assert trained >= 4 and os.path.exists(folder / "out" / "glyphs_daps" / "samples.png")
+    assert os.path.exists(folder / "assets" / "mnist_daps" / "samples.png")
 
 
 def test_scripts_of_experiments_start_commands_that_would_run(folder):
