@@ -4,19 +4,24 @@ cd "$(dirname "$0")/.."
 . experiments/run.bash
 
 for seed in ${SEEDS:-0}; do
-  mnist() { # mnist METHOD LR [FILE or SETTING ...]
-    run "mnist/$1_s$seed" "mnist_$1" config/short.py --max_steps=16000 --eval_interval=2000 \
-      --lr="$2" --seed="$seed" "${@:3}"
+  mnist() { # mnist OUT METHOD LR [FILE or SETTING ...]
+    run "mnist/$1_s$seed" "mnist_$2" config/short.py --max_steps=16000 --eval_interval=2000 \
+      --lr="$3" --seed="$seed" "${@:4}"
   }
-  mnist daps_na 6e-3 config/ours.py
-  mnist vqvae 6e-3
-  mnist fsq 6e-3
-  mnist gumbel_na 3e-3
-  mnist daps 6e-3 config/ours.py
-  mnist rloo_na 6e-3 config/ours.py
-  mnist gumbel 3e-3
-  mnist reinmax_na 1.5e-3
-  mnist gaussian 3e-3
-  mnist ppo 3e-3 config/ours.py
+  mnist daps_na daps_na 6e-3
+  mnist daps_na_ours daps_na 6e-3 config/ours.py
+  mnist fsq fsq 6e-3
+  mnist gumbel_na gumbel_na 3e-3
+  mnist vqvae vqvae 6e-3
+  mnist daps daps 6e-3 --aligned=True
+  mnist rloo_na rloo_na 6e-3
+  mnist gumbel gumbel 3e-3
+  mnist reinmax_na reinmax_na 1.5e-3
+  mnist gaussian gaussian 3e-3
+  mnist ppo ppo 3e-3
+  mnist ppo_4 ppo 3e-3 --ppo_epochs=4
+  mnist rloo rloo 6e-3
+  mnist grmck_na grmck_na 3e-3
 done
 python eval.py out/mnist/* --curves=out/mnist.png
+python eval.py out/mnist/daps_na_s0 --export_to=assets/mnist_daps
