@@ -21,10 +21,12 @@ PANELS = (  # title, split and key in the log, how the axis is drawn
     ("validation beta-ELBO", "val", "beta_elbo", {}),
     ("validation PSNR (dB)", "val", "psnr", {}),
     ("validation KL (nats)", "val", "kl", {}),
+    ("log p(x|z): training - validation", "val", "gap", {}),
+    ("validation perplexity of a token", "val", "perplexity", {}),
     ("ESS / K", "train", "ess", {"y_range": (0, 1)}),
     ("eta (log scale)", "train", "eta", {"log_scale": True}),
 )
-PANEL_SIZE = (420, 300)
+PANEL_SIZE, PANELS_PER_ROW = (360, 280), 4
 
 
 @functools.cache
@@ -150,6 +152,19 @@ def points_of(log, split, key, log_scale=False):
     return points
 
 
+def with_gap(log, n=20):
+    """A log with one more key in its validation rows: by how much log p(x|z) was higher in the last
+    n training rows before them. A growing gap is overfitting."""
+    rewards, rows = [], []
+    for row in log:
+        if row["split"] == "train" and row.get("reward") is not None:
+            rewards.append(row["reward"])
+        elif rewards and row.get("log_px") is not None:
+            row = row | {"gap": float(np.mean(rewards[-n:])) - row["log_px"]}
+        rows.append(row)
+    return rows
+
+
 def mean_and_deviation(runs):
     """Runs {step: value} -> a list of (step, mean, standard deviation) at the steps all runs have.
 
@@ -217,13 +232,14 @@ def paint(page, colour, shape, points, **options):
 
 
 def draw_curves(groups):
-    """Validation and training metrics over steps: 3 x 2 panels and a legend below.
+    """Validation and training metrics over steps: PANELS in two rows and a legend below.
 
     groups: {label: [log, ...]}, where a log is the list of rows of one log.jsonl. Every label has a
     colour. Several logs (of different seeds) are drawn as their mean and a band of one standard
     deviation, at the steps that all of them have; on a log scale, both are of logarithms.
     """
     width, height = PANEL_SIZE
+    groups = {label: [with_gap(log) for log in logs] for label, logs in groups.items()}
     panels = []
     for title, split, key, options in PANELS:
         curves = []
@@ -233,10 +249,10 @@ def draw_curves(groups):
         panels.append(draw_plot(title, curves, **options))
     several = any(len(logs) > 1 for logs in groups.values())
     note = "line: mean over seeds; band: one standard deviation" if several else ""
-    legend = draw_legend(list(groups), 3 * width, note)
-    page = Image.new("RGB", (3 * width, 2 * height + legend.height), PAPER)
+    legend = draw_legend(list(groups), PANELS_PER_ROW * width, note)
+    page = Image.new("RGB", (PANELS_PER_ROW * width, 2 * height + legend.height), PAPER)
     for i, panel in enumerate(panels):
-        page.paste(panel, (i % 3 * width, i // 3 * height))
+        page.paste(panel, (i % PANELS_PER_ROW * width, i // PANELS_PER_ROW * height))
     page.paste(legend, (0, 2 * height))
     return page
 

@@ -12,6 +12,7 @@ from plots import (
     COLOURS,
     PANEL_SIZE,
     PANELS,
+    PANELS_PER_ROW,
     draw_bars,
     draw_codes,
     draw_curves,
@@ -25,6 +26,7 @@ from plots import (
     stack,
     tick_labels,
     ticks,
+    with_gap,
 )
 
 BLUE, ORANGE = COLOURS[:2]
@@ -39,7 +41,7 @@ def panel(page, key):
     """The part of a page of curves that shows this key."""
     width, height = PANEL_SIZE
     i = [name for _, _, name, _ in PANELS].index(key)
-    left, top = i % 3 * width, i // 3 * height
+    left, top = i % PANELS_PER_ROW * width, i // PANELS_PER_ROW * height
     return page.crop((left, top, left + width, top + height))
 
 
@@ -96,6 +98,17 @@ def test_a_group_s_mean_and_deviation_are_over_the_steps_that_all_have():
     assert mean_and_deviation([runs[0], {}]) == mean_and_deviation([]) == []
 
 
+def test_the_gap_is_training_log_p_less_validation_log_p():
+    rewards = [-90.0, -50.0, -30.0, None]  # a skipped step has none
+    log = [{"step": i, "split": "train", "reward": r} for i, r in enumerate(rewards)]
+    *train, row = with_gap([*log, val(4)], n=2)
+    assert train == log
+    assert row == val(4) | {"gap": 0.0}  # (-50 - 30) / 2 + 40
+    assert with_gap([val(4)]) == [val(4)]  # nothing to compare with
+    page = draw_curves({"a": [[*log, val(4), val(8)]]})
+    assert has(panel(page, "gap"), BLUE)
+
+
 def test_on_a_log_scale_the_mean_is_that_of_logarithms():
     logs = [[{"step": 1, "split": "train", "eta": eta}] for eta in (1.0, 100.0)]
     points = [points_of(log, "train", "eta", log_scale=True) for log in logs]
@@ -107,8 +120,9 @@ def test_on_a_log_scale_the_mean_is_that_of_logarithms():
 def test_a_band_reaches_one_deviation_up_and_down():
     """Of a plot from 0 to 1 with a mean of 0.5: measured in pixels in the middle of the panel."""
     curve = [(0, 0.5, 0.2), (100, 0.5, 0.2)]
-    page = np.asarray(draw_plot("", [(BLUE, curve)], y_range=(0, 1)))[33:256]  # inside the frame
-    empty = np.asarray(draw_plot("", [(BLUE, [(100, 0.5, 0.0)])], y_range=(0, 1)))[33:256]
+    size, frame = (420, 300), slice(33, 256)
+    page = np.asarray(draw_plot("", [(BLUE, curve)], (0, 1), size=size))[frame]
+    empty = np.asarray(draw_plot("", [(BLUE, [(100, 0.5, 0.0)])], (0, 1), size=size))[frame]
     column = 200  # between two grid lines
     (rows,) = np.nonzero((page[:, column] != empty[:, column]).any(axis=-1))
     assert len(rows) == pytest.approx(2 * 0.2 / 1.1 * 224, abs=2)  # the axis is 1.1 long
@@ -142,13 +156,13 @@ def test_a_method_without_a_beta_elbo_is_absent_from_that_panel_alone():
         [val(step) for step in range(1, 9)],  # constant lines
         [val(1, 0.0, kl=0.0, psnr=0.0), val(2, 0.0, kl=0.0)],
         [val(1, math.nan, kl=math.inf), val(2, 1e38, kl=-1e38), val(3, 1e-30)],
-        [{"step": 7, "split": "train", "ess": 0.5, "eta": 1e-12}],
+        [{"step": 7, "split": "train", "ess": 0.5, "eta": 1e-12, "reward": None}, val(8)],
         [{"step": s, "split": "train", "ess": 1.0, "eta": 10.0**s} for s in range(1, 30)],
     ],
     ids=["empty", "single", "constant", "zero", "not finite", "one eta", "many decades"],
 )
 def test_curves_of_any_log_can_be_drawn(log):
-    assert draw_curves({"a": [log], "b": [log, log], "c": [log, []], "d": []}).width == 1260
+    assert draw_curves({"a": [log], "b": [log, log], "c": [log, []], "d": []}).width == 1440
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 14])
