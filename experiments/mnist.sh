@@ -6,14 +6,18 @@ cd "$(dirname "$0")/.."
 for seed in ${SEEDS:-0}; do
   mnist() { # mnist OUT METHOD LR [FILE or SETTING ...]
     run "mnist/$1_s$seed" "mnist_$2" config/short.py --max_steps=16000 --eval_interval=2000 \
-      --lr="$3" --seed="$seed" "${@:4}"
+      --weight_decay=0.05 --lr="$3" --seed="$seed" "${@:4}"
   }
   mnist daps_na daps_na 6e-3
-  mnist daps_na_ours daps_na 6e-3 config/ours.py
-  mnist fsq fsq 6e-3
-  mnist gumbel_na gumbel_na 3e-3
-  mnist vqvae vqvae 6e-3
+  mnist daps_na_32000 daps_na 6e-3 --max_steps=32000
   mnist daps daps 6e-3 --aligned=True
+  mnist fsq fsq 6e-3
+  mnist vqvae vqvae 6e-3
+  mnist gumbel_na gumbel_na 3e-3
+  mnist daps_na_decay_1e-4 daps_na 6e-3 --weight_decay=1e-4
+  mnist daps_na_ours_decay_1e-4 daps_na 6e-3 config/ours.py --weight_decay=1e-4
+  mnist fsq_decay_1e-4 fsq 6e-3 --weight_decay=1e-4
+  mnist gumbel_na_decay_1e-4 gumbel_na 3e-3 --weight_decay=1e-4
   mnist rloo_na rloo_na 6e-3
   mnist gumbel gumbel 3e-3
   mnist reinmax_na reinmax_na 1.5e-3
@@ -24,4 +28,4 @@ for seed in ${SEEDS:-0}; do
   mnist grmck_na grmck_na 3e-3
 done
 python eval.py out/mnist/* --curves=out/mnist.png
-python eval.py out/mnist/daps_na_s0 --export_to=assets/mnist_daps
+python eval.py out/mnist/daps_na_32000_s0 --export_to=assets/mnist_daps

@@ -254,12 +254,12 @@ REAL_MNIST = os.path.join(os.environ.get("DAPS_DATA", ""), "mnist", "t10k-images
 
 @pytest.mark.skipif(not os.path.exists(REAL_MNIST), reason="DAPS_DATA names no folder with MNIST")
 def test_the_model_that_comes_with_the_code_is_as_good_as_the_readme_says():
-    """Its beta-ELBO on 10,000 digits is above -47; on 1,000 of them it may be lower by the error of
-    a mean, three times 15 / sqrt(1,000)."""
+    """On 10,000 digits its beta-ELBO is above -44.5 and its PSNR above 18.45 dB; on 1,000 of them
+    they may be lower by three errors of a mean, 24 / sqrt(1,000) and 3 / sqrt(1,000)."""
     model = load(os.path.join(ROOT, "assets", "mnist_daps"))
     data = load_data(model, os.environ["DAPS_DATA"])
     metrics, _ = evaluate(model, data, 0.01, 250, "cpu", limit=1000)
-    assert metrics["beta_elbo"] > -48.5 and metrics["psnr"] > 17.7
+    assert metrics["beta_elbo"] > -44.5 - 2.3 and metrics["psnr"] > 18.45 - 0.3
     assert metrics["perplexity"] > 100
 
 
