@@ -5,8 +5,8 @@ cd "$(dirname "$0")/.."
 
 for seed in ${SEEDS:-0}; do
   mnist() { # mnist OUT METHOD LR [FILE or SETTING ...]
-    run "mnist/$1_s$seed" "mnist_$2" config/short.py --max_steps=16000 --eval_interval=2000 \
-      --weight_decay=0.05 --lr="$3" --seed="$seed" "${@:4}"
+    run "mnist/$1_s$seed" "mnist_$2" config/long.py --max_steps=16000 --lr="$3" --seed="$seed" \
+      "${@:4}"
   }
   mnist daps_na daps_na 6e-3
   mnist daps_na_32000 daps_na 6e-3 --max_steps=32000
