@@ -1,4 +1,4 @@
-"""DAPS: Discrete Autoencoding via Policy Search (Drolet et al., ICLR 2026), in one file.
+"""DAPS: Discrete Variational Autoencoding via Policy Search (Drolet et al., 2026), in one file.
 
 The choice of a discrete token has no derivative. DAPS treats the encoder q(z|x) as a policy and the
 decoder's log p(x|z) as its reward:
@@ -135,7 +135,7 @@ class DAPS(nn.Module):
 
         # The losses share no parameters, so one backward pass serves their sum. Encoder, eq. (6):
         # codes are drawn from q, so the expected gradient of their mean log q is zero, and taking
-        # 1 / K off each weight (ours) removes only noise, about ESS / K of the variance.
+        # 1 / K off each weight (ours) removes only noise: a share of the variance of about `ess`.
         w = w - 1 / self.n_samples if self.centred else w
         loss = -(w * log_q).flatten(1).sum(dim=1).mean()
         if per_token:

@@ -396,7 +396,7 @@ def print_aligned(lines, n_left):
 
 
 if __name__ == "__main__":
-    checkpoint = "best"  # best: highest validation beta-ELBO, as the paper reports; last
+    checkpoint = "best"  # best: highest validation beta-ELBO, or log p(x|z) if it has none; last
     data_dir = ""  # where the data sets are; empty: the run's data_dir
     device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
     batch_size = 250  # examples at a time

@@ -887,9 +887,9 @@ def split_values(model, optimizer, generator, rare=0.05, noise=0.2):
 
     A value that drops out early would never come back: the encoder does not draw it, so the decoder
     does not learn it, so its reward is low when drawn. Each value used less than `rare` of an even
-    share becomes a copy of a common one, and the copies split its probability: q over merged values
-    and log p(x|z) do not change, except for noise on the decoder's vectors, in units of the table's
-    standard deviation, which lets the copies diverge. Optimizer moments are copied too.
+    share becomes a copy of a common one, and the copies split its probability. Their total
+    probability and log p(x|z) do not change, except for noise on the decoder's vectors, in units of
+    the table's standard deviation, which lets the copies diverge. Optimizer moments are copied too.
     """
     encoder, table = model.encoder, model.decoder.embed.weight
     count, V = encoder.usage.tolist(), encoder.vocab_size

@@ -2,8 +2,8 @@
 
 Our changes to the paper, added to another config; they are on in train.py's defaults. The query of
 token t sees patch t (autoregressive methods), logits are products with the decoder's vectors,
-rarely used values become copies of common ones, and, where the decoder has a place for every token,
-DAPS weights each token by the window around it. See the README, "Differences from the paper".
+rarely used values become copies of common ones, and, if each token has its own region of x, DAPS
+weights it by the window around that region. See the README, "Differences from the paper".
 Tied logits suit codes of a few tokens; with 64, on CIFAR-10, --tied=False is better.
 """
 

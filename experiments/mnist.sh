@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The README's table: MNIST, 16,000 steps of 256 digits, 64 bits. SEEDS="0 1 2" for three seeds.
+# MNIST, 16,000 and 32,000 steps of 256 digits, 64 bits. SEEDS="0 1 2" for three seeds.
+# assets/mnist_daps is daps_na_32000_s0: python eval.py RUN --export_to=assets/mnist_daps
 cd "$(dirname "$0")/.."
 . experiments/run.bash
 
@@ -28,4 +29,3 @@ for seed in ${SEEDS:-0}; do
   mnist grmck_na grmck_na 3e-3
 done
 python eval.py out/mnist/* --curves=out/mnist.png
-python eval.py out/mnist/daps_na_32000_s0 --export_to=assets/mnist_daps
