@@ -14,7 +14,7 @@ from conftest import Server, write_mnist
 
 import data
 from configurator import UserError
-from data import fetch, glyphs, load_dataset, rank_slice, train_indices, uniform_noise
+from data import fetch, glyphs, load_dataset, rank_slice, train_indices
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,6 @@ def test_slices_of_all_ranks_make_the_whole_batch(letters, world_size):
     ranks = range(world_size)
     parts = [letters.train_batch(0, 5, 24, rank, world_size) for rank in ranks]
     assert torch.equal(torch.cat(parts), letters.train_batch(0, 5, 24))
-    noise = [uniform_noise(1, 0, 5, 24, (8, 8), rank, world_size) for rank in ranks]
-    assert torch.equal(torch.cat(noise), uniform_noise(1, 0, 5, 24, (8, 8)))
     parts = [x for rank in ranks for x, _ in letters.val_batches(7, rank, world_size)]
     assert torch.equal(torch.cat(parts), letters.x_val.float())
     numbers = list(range(7))
@@ -91,13 +89,6 @@ def test_validation_batches_say_which_of_their_ranks_part_they_are(letters):
     assert index.tolist() == list(range(30))
     x = torch.cat([x for x, _ in letters.val_batches(7, limit=10)])
     assert torch.equal(x, letters.x_val[:10].float())
-
-
-def test_noise_is_uniform_and_differs_between_streams_seeds_and_steps():
-    u = uniform_noise(1, 0, 0, 100, (8, 8))
-    assert u.min() >= 0 and u.max() < 1 and abs(u.mean() - 0.5) < 0.02
-    for other in ((2, 0, 0), (1, 1, 0), (1, 0, 1)):
-        assert not torch.equal(u, uniform_noise(*other, 100, (8, 8)))
 
 
 def test_data_that_differ_have_another_summary_and_another_key(letters):
@@ -205,19 +196,19 @@ def test_a_download_that_fails_everywhere_leaves_nothing_and_says_what_to_do(tmp
 def test_a_server_that_fails_is_asked_again_then_named_and_nothing_is_left(
     tmp_path, server, fault, monkeypatch
 ):
-    monkeypatch.setattr(data, "TIMEOUT", 0.2)
+    monkeypatch.setattr(data, "TIMEOUT", 0.5)
     name = "none.gz" if fault == "missing" else "good.gz"
     began = time.perf_counter()
     with pytest.raises(UserError, match=f"^good.gz is not in [^\n]*/{fault}/{name}: [^\n]*$"):
         fetch(str(tmp_path / "good.gz"), [f"{server.url}/{fault}/{name}"], GOOD)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 20  # a faulty server holds a connection for 30 s
     assert server.asked.count(f"/{fault}/{name}") >= 2
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("fault", ("half", "stall", "silent", "moved", "loop"))
 def test_a_server_that_fails_gives_way_to_the_next(tmp_path, server, fault, monkeypatch):
-    monkeypatch.setattr(data, "TIMEOUT", 0.2)
+    monkeypatch.setattr(data, "TIMEOUT", 0.5)
     urls = [f"{server.url}/{fault}/good.gz", f"{server.url}/good.gz"]
     assert fetch(str(tmp_path / "good.gz"), urls, GOOD) == BODY
     assert os.listdir(tmp_path) == ["good.gz"]

@@ -168,6 +168,7 @@ def test_a_step_and_an_evaluation_stay_on_the_gpu_and_never_wait(method, dataset
     for dtype in ("float32", "bfloat16"):
         with pretended_gpu(dtype) as waits:
             model = move(build_model(settings(method, dataset), shape))
+            model.encoder.counting = True
             data = FakeData(shape).to(GPU)
             waits.noted.clear()
             x = data.standardise(torch.zeros(4, *shape, dtype=torch.uint8))

@@ -101,9 +101,10 @@ def test_a_group_s_mean_and_deviation_are_over_the_steps_that_all_have():
 def test_the_gap_is_training_log_p_less_validation_log_p():
     rewards = [-90.0, -50.0, -30.0, None]  # a skipped step has none
     log = [{"step": i, "split": "train", "reward": r} for i, r in enumerate(rewards)]
-    *train, row = with_gap([*log, val(4)], n=2)
-    assert train == log
-    assert row == val(4) | {"gap": 0.0}  # (-50 - 30) / 2 + 40
+    later = {"step": 5, "split": "train", "reward": -1.0}
+    *train, row, last = with_gap([*log, val(4, log_px=-45.0), later], n=2)
+    assert train == log and last == later
+    assert row == val(4, log_px=-45.0) | {"gap": 5.0}  # (-50 - 30) / 2 + 45
     assert with_gap([val(4)]) == [val(4)]  # nothing to compare with
     page = draw_curves({"a": [[*log, val(4), val(8)]]})
     assert has(panel(page, "gap"), BLUE)

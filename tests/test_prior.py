@@ -366,9 +366,15 @@ def test_codes_are_those_of_the_training_set_and_are_used_again(with_prior):
     out_dir, _ = with_prior
     codes = torch.load(out_dir / "codes.pt", weights_only=True)
     assert codes["z_train"].shape == (20_000, 8) and codes["z_val"].shape == (2_000, 8)
-    data = script.load_data(script.load(out_dir))
+    model = script.load(out_dir)
+    data = script.load_data(model)
     assert torch.equal(codes["y_val"], data.y_val.int())
     assert torch.equal(codes["y_train"].bincount(), data.y_train.int().bincount())
+    index = script.train_indices(20_000, 0, 0, 250)
+    assert torch.equal(codes["y_train"][:250], data.y_train[index].int())
+    noise = script.uniform_noise(script.CODE_NOISE, 0, 0, 250, (1, 8))
+    z = model.encode(data.standardise(data.x_train[index]), noise=noise)
+    assert (codes["z_train"][:250] == z).float().mean() > 0.99
     before = (out_dir / "codes.pt").stat().st_mtime_ns
     options = ("--guidance=2", "--sample=True", "--n_draws=3")
     printed = succeed("prior.py", out_dir, *FEW, *options, DAPS_CACHE=str(out_dir.parent))

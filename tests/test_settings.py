@@ -17,7 +17,9 @@ from conftest import ROOT, assert_one_line, motion_dataset, photograph, run_here
 
 import data
 import eval as evaluation
+import models
 from checkpoint import load_checkpoint
+from configurator import UserError
 from models import METHODS
 
 
@@ -189,6 +191,44 @@ def test_a_setting_leaves_the_model_as_it_is(key, small, base, tmp_path):
         assert changed[0] == rows
     if key == "wandb_log":
         assert len(sys.modules["wandb"].logged) == len(rows.splitlines())
+
+
+def test_values_are_split_on_schedule_and_once_where_a_run_is_resumed(small, tmp_path, monkeypatch):
+    calls = []
+
+    def split(*_):
+        calls.append(1)
+        if len(calls) == 3:  # at step 6; last.pt is of step 4, where a split is due
+            raise UserError("stopped")
+        return 1
+
+    monkeypatch.setattr(models, "split_values", split)
+    run = (*words("split_interval=2 max_steps=12 eval_interval=4"), f"--out_dir={tmp_path / 'run'}")
+    assert_one_line(run_here("train.py", *run), "stopped")
+    assert run_here("train.py", *run, "--resume=True").code == 0
+    rows = map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())
+    found = [row["n_split"] for row in rows if row["split"] == "train"]
+    assert found == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 4]  # none after 80 % of 12 steps
+
+
+def test_a_batch_in_parts_has_the_gradient_of_the_whole(small, base, tmp_path):
+    whole, *_ = base("method=gumbel")
+    parts, _ = result(small, "method=gumbel accumulate=2", tmp_path / "run")
+    a, b = (json.loads(text.splitlines()[0]) for text in (whole, parts))
+    for key in ("loss", "reward", "grad_norm"):
+        assert b[key] == pytest.approx(a[key], rel=1e-4), key
+
+
+def test_a_resume_on_other_data_is_refused(small, base, tmp_path, monkeypatch):
+    *_, done = base(COLOUR)
+    shutil.copytree(done, tmp_path / "run")
+    other = data.DATASETS["cifar10"]("").to("cpu")  # a copy
+    other.mean = other.mean + 0.1
+    monkeypatch.setitem(data.DATASETS, "cifar10", lambda _: other)
+    data.load_dataset.cache_clear()
+    options = (*words(COLOUR), "--resume=True", f"--out_dir={tmp_path / 'run'}")
+    assert_one_line(run_here("train.py", *options), "are not those the run began with")
+    data.load_dataset.cache_clear()
 
 
 def test_a_run_without_out_dir_goes_to_a_folder_of_its_data_set_and_method(

@@ -115,13 +115,49 @@ def test_places_of_tokens_add_up_to_the_whole_and_windows_are_sums_of_places():
     windows, grid = decoder.credit(places).view(2, 3, 4, 4), places.view(2, 3, 4, 4)
     torch.testing.assert_close(windows[..., 1, 1], grid[..., :3, :3].sum(dim=(-1, -2)))
     torch.testing.assert_close(windows[..., 3, 0], grid[..., 2:, :2].sum(dim=(-1, -2)))
-    motion = MotionDecoder((4, 5), 8, 8, 16, 2, 1, 2)
+    motion = MotionDecoder((4, 5), 8, 8, 16, 2, 1, 2)  # two tokens per frame
     x, z = torch.randn(2, 4, 5), torch.randint(8, (2, 3, 8))
-    whole = motion.log_prob(x, z)
+    p = motion(z)
+    assert p.base_dist.variance.unique().tolist() == [0.25]
+    whole, close = motion.log_prob(x, z), dict(rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(p.log_prob(x.unsqueeze(1)), whole, **close)
     motion.window = 3
-    places = motion.log_prob(x, z)  # (2, 3, 8)
-    torch.testing.assert_close(places.sum(dim=2), whole, rtol=1e-5, atol=0)
-    torch.testing.assert_close(motion.credit(places)[..., 2], places[..., 1:4].sum(dim=-1))
+    places, frames = motion.log_prob(x, z), p.base_dist.log_prob(x.unsqueeze(1)).sum(dim=-1)
+    torch.testing.assert_close(places, frames.repeat_interleave(2, dim=2) / 2, **close)
+    windows = motion.credit(places)  # (2, 3, 8)
+    torch.testing.assert_close(windows[..., 0], places[..., :2].sum(dim=-1))
+    torch.testing.assert_close(windows[..., 2], places[..., 1:4].sum(dim=-1))
+
+
+def test_the_place_of_a_token_is_where_it_shows():
+    torch.manual_seed(0)
+    decoder = ResNetDecoder((3, 32, 32), 64, 8, 16).eval()
+    decoder.window = 3
+    x, z = torch.randn(1, 3, 32, 32), torch.zeros(1, 1, 64, dtype=torch.long)
+    other = z.clone()
+    other[..., 7] = 1  # the token at the top right
+    change = (decoder.log_prob(x, other) - decoder.log_prob(x, z))[0, 0]
+    assert change[7] != 0 and change[56] == 0  # 56 is at the bottom left
+
+
+@pytest.mark.parametrize("method", ("daps", "daps_na"))
+def test_credit_per_token_changes_neither_metrics_nor_the_gradient_of_the_decoder(method):
+    settings = defaults("train.py") | dict(method=method, dataset="cifar10", n_tokens=16)
+    settings |= dict(vocab_size=8, width=16, n_heads=2, n_samples=4)
+    found = []
+    for window in (0, 3):
+        torch.manual_seed(0)
+        model = build_model(settings | dict(credit_window=window), (3, 32, 32))
+        assert model.encoder.per_token == (window > 0)
+        x, noise = torch.randn(4, 3, 32, 32), torch.rand(4, *model.noise_shape)
+        loss, metrics = model(x, 0.1, noise=noise)
+        found.append((metrics, torch.autograd.grad(loss, list(model.decoder.parameters()))))
+    (a, whole), (b, tokens) = found
+    for key in ("reward", "log_q", "kl"):
+        torch.testing.assert_close(b[key], a[key], rtol=1e-5, atol=0)
+    assert b["kl"].item() == pytest.approx(b["log_q"].item() + 16 * math.log(8), abs=1e-4)
+    for p, q in zip(whole, tokens, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-4 * p.abs().max().item() + 1e-3)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -181,6 +217,42 @@ def test_a_split_without_noise_changes_neither_merged_probabilities_nor_the_deco
         moments = optimizer.state[table]["exp_avg"]
         assert torch.equal(moments[dead], moments[[1, 11]])
     assert model.encoder.usage.sum() == 0
+
+
+@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize("method", ("daps", "daps_na"))
+def test_copies_stand_for_their_value_everywhere_and_rare_means_a_share(method, tied):
+    model, optimizer = model_of(method, tied)
+    x, noise = torch.rand(6, 1, 28, 28).round(), torch.rand(6, *model.noise_shape)
+    model(x, 0.1, noise=noise)[0].backward()
+    optimizer.step()
+    model.eval()
+    encoder, table = model.encoder, model.decoder.embed.weight
+    patches = encoder.patch_encoder(x)
+    usage = [500, 1100, 150, 9, 10, 60, 40, 9, 150, 52, 200, 120]  # an even share is 200
+    encoder.usage.copy_(torch.tensor(usage))
+    before = encoder.head(patches).softmax(dim=-1)
+    assert split_values(model, optimizer, torch.Generator(), noise=0.0) == 2  # 9 is rare, 10 not
+    after = encoder.head(patches).softmax(dim=-1)
+    ratio = after[..., [1, 3, 7]].sum(dim=-1) / after[..., 0]  # both are copies of value 1
+    torch.testing.assert_close(ratio, before[..., 1] / before[..., 0])
+    z = torch.tensor([[[1, 2, 1, 1], [1, 0, 11, 1]]]).expand(6, -1, -1)
+    copies = torch.where(z == 1, torch.tensor([3, 7, 3, 7]), z)
+    assert torch.equal(model.decoder.log_prob(x, copies), model.decoder.log_prob(x, z))
+    tables = [table, encoder.head.bias] + ([] if tied else [encoder.head.weight])
+    if method == "daps":
+        assert torch.equal(encoder.logits(patches, copies), encoder.logits(patches, z))
+        tables.append(encoder.embed.weight)
+    for t in tables:
+        for key in ("exp_avg", "exp_avg_sq"):
+            rows = optimizer.state[t][key]
+            assert torch.equal(rows[[3, 7]], rows[[1, 1]]) and rows[1].abs().sum() > 0
+
+
+def test_the_table_of_the_decoder_gets_no_gradient_from_tied_logits():
+    model, _ = model_of("daps_na", True)
+    model.encoder(torch.rand(2, 1, 28, 28), 3)[1].sum().backward()
+    assert model.decoder.embed.weight.grad is None
 
 
 def test_the_noise_of_a_split_is_a_share_of_the_tables_deviation_and_repeats():

@@ -110,6 +110,29 @@ def test_non_finite_gradients_are_skipped_counted_and_finally_stop_the_run(forke
     assert done.code == 0, done.errors  # it can be looked at
 
 
+POISON = """
+clip = torch.nn.utils.clip_grad_norm_
+def poisoned(weights, most):
+    weights[0].grad.fill_(float("nan"))
+    return clip(weights, most)
+torch.nn.utils.clip_grad_norm_ = poisoned
+"""
+
+
+@pytest.mark.parametrize("method", ("daps", "vqvae"))
+def test_a_step_with_a_non_finite_gradient_changes_nothing(method, forker, tmp_path):
+    run = (*TINY, "--eval_interval=1", f"--method={method}", f"--out_dir={tmp_path / 'run'}")
+    forker.finish(*run, "--max_steps=3")
+    before = load_checkpoint(tmp_path / "run" / "last.pt")
+    forker.finish(*run, "--max_steps=4", "--resume=True", fault=POISON)
+    after = load_checkpoint(tmp_path / "run" / "last.pt")
+    assert (after["step"], after["skipped"]) == (4, 1)
+    for part in (before["model"], after["model"]):
+        part.pop("log_eta", None)  # solved anew for every batch
+    assert same(after["model"], before["model"])
+    assert same(after["optimizer"]["state"], before["optimizer"]["state"])
+
+
 # Several processes. Another size of a matrix takes another kernel, which sums in another order.
 # log p(x|z) of an untrained model is 784 log 0.5 = -543 nats, where float32 has one number every
 # 2**-14 = 6e-5, so sums of it differ by a few such steps.
@@ -140,11 +163,12 @@ CHOICES = ("eta_update=solve", "eta_update=gradient", "method=vqvae", "method=rl
 @pytest.mark.parametrize("choice", (*CHOICES, "method=gumbel"))
 def test_two_processes_train_the_same_parameters_as_one(choice, forker, tmp_path):
     settings = (*TINY, "--max_steps=5", "--eval_interval=5", f"--lr={LR}", f"--{choice}")
-    settings += ("--split_interval=2",)  # by what all processes drew
+    settings += ("--split_interval=2", "--vocab_size=256")  # by what all processes drew
     forker.finish(*settings, f"--out_dir={tmp_path / 'one'}")
     output = forker.finish_ranks(*settings, f"--out_dir={tmp_path / 'two'}")
     assert "8 for each of 2 processes" in output
     assert_close_runs(tmp_path / "one", tmp_path / "two")
+    assert (log_rows(tmp_path / "one", "train")[-1]["n_split"] > 0) == ("vqvae" not in choice)
 
 
 def test_a_run_can_be_resumed_with_another_number_of_processes(forker, tmp_path):
