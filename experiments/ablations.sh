@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The paper's ablations on a small budget: K and the size of the code on MNIST, 3,000 steps; beta and ESS on
-# CIFAR-10, 1,000 steps of 32 images.
+# The paper's ablations on a small budget: K and the size of the code on MNIST, 3,000 steps; beta and
+# ESS on CIFAR-10, 1,000 steps of 32 images.
 cd "$(dirname "$0")/.."
 . experiments/run.bash
 
@@ -13,7 +13,8 @@ for code in 4,4 4,16 8,16 8,256; do
   run "ablations/gumbel_na_$code" mnist_gumbel_na config/short.py $size --lr=3e-3
   run "ablations/vqvae_$code" mnist_vqvae config/short.py $size
 done
-short="config/short.py config/ours.py --tied=False --batch_size=32 --max_steps=1000 --lr=4e-3 --eval_examples=1000"
+short="config/short.py config/ours.py --tied=False"
+short+=" --batch_size=32 --max_steps=1000 --lr=4e-3 --eval_examples=1000"
 for ess in 0.25 0.5 0.75; do
   for beta in 0.1 1.0 10.0; do
     run "ablations/beta_${beta}_ess_$ess" cifar10_daps_na $short \

@@ -550,8 +550,9 @@ def test_short_attention_in_bfloat16_has_the_softmax_of_pytorch():
     torch.manual_seed(0)
     q, k, v = (torch.randn(30, 2, 8, 16, dtype=torch.bfloat16) for _ in range(3))
     q, k = 3 * q, 3 * k
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.equal(attend(q, k, v, causal=True), expected)
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    error = attend(q, k, v, causal=True).double() - expected
+    assert error.square().mean().sqrt() < 0.002  # a softmax in bfloat16 has 0.003
 
 
 def test_the_reward_of_binary_images_is_summed_in_float32_under_autocast(monkeypatch):

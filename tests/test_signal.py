@@ -124,6 +124,7 @@ def test_places_of_tokens_add_up_to_the_whole_and_windows_are_sums_of_places():
     motion.window = 3
     places, frames = motion.log_prob(x, z), p.base_dist.log_prob(x.unsqueeze(1)).sum(dim=-1)
     torch.testing.assert_close(places, frames.repeat_interleave(2, dim=2) / 2, **close)
+    torch.testing.assert_close(places.sum(dim=2), whole, rtol=1e-5, atol=0)
     windows = motion.credit(places)  # (2, 3, 8)
     torch.testing.assert_close(windows[..., 0], places[..., :2].sum(dim=-1))
     torch.testing.assert_close(windows[..., 2], places[..., 1:4].sum(dim=-1))
@@ -173,17 +174,21 @@ def model_of(method, tied):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
+def after_one_step(method, tied):
+    """A model, ready to evaluate, its optimizer, and the images of the step."""
+    model, optimizer = model_of(method, tied)
+    x, noise = torch.rand(6, 1, 28, 28).round(), torch.rand(6, *model.noise_shape)
+    model(x, 0.1, noise=noise)[0].backward()
+    optimizer.step()
+    return model.eval(), optimizer, x
+
+
 @pytest.mark.parametrize("tied", (False, True))
 @pytest.mark.parametrize("method", ("daps", "daps_na"))
 def test_a_split_without_noise_changes_neither_merged_probabilities_nor_the_decoder(method, tied):
-    model, optimizer = model_of(method, tied)
-    x, noise = torch.rand(6, 1, 28, 28).round(), torch.rand(6, *model.noise_shape)
-    loss, _ = model(x, 0.1, noise=noise)
-    loss.backward()
-    optimizer.step()
+    model, optimizer, x = after_one_step(method, tied)
     dead = [3, 7]
     model.encoder.usage.copy_(torch.tensor([50, 90, 40, 0, 60, 70, 40, 1, 30, 20, 10, 80]))
-    model.eval()
     z = torch.tensor([[[1, 11, 1, 5], [2, 1, 0, 11]]]).expand(6, -1, -1)
     log_px = model.decoder.log_prob(x, z)
 
@@ -222,11 +227,7 @@ def test_a_split_without_noise_changes_neither_merged_probabilities_nor_the_deco
 @pytest.mark.parametrize("tied", (False, True))
 @pytest.mark.parametrize("method", ("daps", "daps_na"))
 def test_copies_stand_for_their_value_everywhere_and_rare_means_a_share(method, tied):
-    model, optimizer = model_of(method, tied)
-    x, noise = torch.rand(6, 1, 28, 28).round(), torch.rand(6, *model.noise_shape)
-    model(x, 0.1, noise=noise)[0].backward()
-    optimizer.step()
-    model.eval()
+    model, optimizer, x = after_one_step(method, tied)
     encoder, table = model.encoder, model.decoder.embed.weight
     patches = encoder.patch_encoder(x)
     usage = [500, 1100, 150, 9, 10, 60, 40, 9, 150, 52, 200, 120]  # an even share is 200
