@@ -3,6 +3,8 @@
     python eval.py out/glyphs_daps out/mnist_daps
     python eval.py out/mnist_*          runs that differ only in their seed share a row: mean and
                                         standard deviation (--per_run=True: a row for each)
+    python eval.py docs/runs/short.jsonl    runs that others recorded with --record=FILE: their
+                                            table and curves, without checkpoints or data
 
 From Python, load("out/glyphs_daps") returns a model with encode(x), decode(z) and sample(n).
 
@@ -27,7 +29,7 @@ from configurator import UserError, configure
 from data import DATA_DIR, VAL_NOISE, cached, load_dataset, uniform_noise
 from models import build_model, n_parameters
 from motion import FRAMES, LAFAN_VAL, film, frames_to_csv, joint_positions, side_by_side
-from plots import draw_codes, draw_curves, grid, images_per_row, stack
+from plots import draw_codes, draw_curves, grid, images_per_row, stack, with_gap
 
 
 def load(out_dir, checkpoint="best", device="cpu"):
@@ -60,15 +62,38 @@ def load_data(model, data_dir=""):
 
 
 def export(out_dir, checkpoint, target):
-    """Save the model of a run without its optimizer, and every tenth row of its log, for others to
-    load: a third of the size, and no path of this machine."""
+    """Save the model of a run without its optimizer, and its curves, for others to load: a third of
+    the size, and no path of this machine."""
     saved = load_checkpoint(os.path.join(out_dir, f"{checkpoint}.pt"))
     saved.pop("optimizer", None)
-    saved["config"] |= {"data_dir": "", "out_dir": ""}
+    saved["config"] |= NO_PATHS
     write(os.path.join(target, "best.pt"), as_bytes(torch.save, saved))
-    rows = read_log(log_path(out_dir))
-    rows = [row for i, row in enumerate(rows) if row["split"] == "val" or i % 10 == 0]
-    write(os.path.join(target, "log.jsonl"), "".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(os.path.join(target, "log.jsonl"), curves_of(out_dir))
+
+
+NO_PATHS = {"data_dir": "", "out_dir": ""}  # those of this machine mean nothing elsewhere
+RECORDED = ("row", "config", "log")  # what --record keeps of a run
+
+
+def curves_of(out_dir, n_train=100):
+    """The rows of a run's log that its curves need: those of validation, and up to n_train more."""
+    log = with_gap(read_log(os.path.join(out_dir, "log.jsonl")))
+    stride = len(log) // n_train + 1
+    return [row for i, row in enumerate(log) if row["split"] == "val" or i % stride == 0]
+
+
+def write_lines(path, rows):
+    write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_record(path):
+    """The runs in a file written with --record: a list of what evaluate_run returns."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            runs = [json.loads(line) for line in file]
+        return [{key: run[key] for key in RECORDED} for run in runs]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is not a record of runs, as --record=FILE writes it") from None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -250,8 +275,42 @@ def save_picture(path, content):
 # the report
 
 
+def evaluate_run(out_dir, checkpoint, data_dir, device, batch_size, n_workers, inception=None):
+    """Evaluate a run and write eval.json and pictures to its folder. Returns its row of the table,
+    its config, its log as far as curves need it, and its pictures."""
+    model = load(out_dir, checkpoint, device)
+    data = load_data(model, data_dir)
+    config = model.config
+    options = (batch_size, device)
+    metrics, counts = evaluate(model, data, config["beta_final"], *options, n_workers=n_workers)
+    if data.shape[0] == 3:  # in colour
+        ready = inception is not None
+        metrics["fid"] = fid_score(model, data, inception, *options, n_workers) if ready else None
+    encoder_size, decoder_size = n_parameters(model)
+    row = {
+        "run": os.path.normpath(out_dir),
+        "method": config["method"],
+        "bits": config["n_tokens"] * math.log2(config["vocab_size"]),
+        **metrics,
+        "encoder": encoder_size,
+        "decoder": decoder_size,
+        "steps": config["step"],
+        "s_per_step": config["seconds"] / config["step"],
+    }
+    write(os.path.join(out_dir, "eval.json"), json.dumps(row, indent=2))
+    pictures, log = draw_pictures(model, data, device), curves_of(out_dir)
+    pictures["curves.png"] = draw_curves({row["run"]: [log]})
+    if counts is not None:
+        pictures["codes.png"] = draw_codes(counts)
+    for name, picture in pictures.items():
+        save_picture(os.path.join(out_dir, name), picture)
+    if skipped := data.n_val - metrics["examples"]:
+        print(f"{out_dir}: {skipped} files could not be decoded and were left out")
+    return {"row": row, "config": config, "log": log, "pictures": pictures}
+
+
 def report(
-    out_dirs,
+    sources,
     checkpoint="best",
     data_dir="",
     device="cpu",
@@ -260,81 +319,57 @@ def report(
     fid_weights="",
     curves="out/curves.png",
     per_run=False,
+    record="",
 ):
-    """Evaluate runs, write eval.json and pictures to each folder, print one table for all."""
-    rows, configs, drawn, skipped = [], [], {}, 0
+    """Evaluate runs, or read them from records (*.jsonl), and print one table for all."""
     try:
         inception = fid.load_inception(fid_weights, device) if fid_weights else None
     except ValueError as error:
         raise UserError(error) from None
-    for out_dir in out_dirs:
-        model = load(out_dir, checkpoint, device)
-        data = load_data(model, data_dir)
-        config = model.config
-        options = (batch_size, device)
-        metrics, counts = evaluate(model, data, config["beta_final"], *options, n_workers=n_workers)
-        if data.shape[0] == 3:  # in colour
-            ready = inception is not None
-            metrics["fid"] = (
-                fid_score(model, data, inception, *options, n_workers) if ready else None
-            )
-        skipped += data.n_val - metrics["examples"]
-        encoder_size, decoder_size = n_parameters(model)
-        row = {
-            "run": os.path.normpath(out_dir),
-            "method": config["method"],
-            "bits": config["n_tokens"] * math.log2(config["vocab_size"]),
-            **metrics,
-            "encoder": encoder_size,
-            "decoder": decoder_size,
-            "steps": config["step"],
-            "s_per_step": config["seconds"] / config["step"],
-        }
-        write(os.path.join(out_dir, "eval.json"), json.dumps(row, indent=2))
-        pictures = draw_pictures(model, data, device)
-        pictures["curves.png"] = draw_curves({row["run"]: [read_log(log_path(out_dir))]})
-        if counts is not None:
-            pictures["codes.png"] = draw_codes(counts)
-        for name, picture in pictures.items():
-            save_picture(os.path.join(out_dir, name), picture)
-        rows.append(row)
-        configs.append(config)
-        drawn[row["run"]] = pictures
-    groups = group_by_seed(rows, configs, per_run)
-    print_table([summary(group) for group in groups])
-    if skipped:
-        print(f"{skipped} files could not be decoded and were left out")
-    if inception is None and any("fid" in row for row in rows):
+    runs = []
+    for source in map(str, sources):
+        if source.endswith(".jsonl"):
+            runs += read_record(source)
+        else:
+            options = (device, batch_size, n_workers, inception)
+            runs.append(evaluate_run(source, checkpoint, data_dir, *options))
+    groups = group_by_seed(runs, per_run)
+    print_table([summary([run["row"] for run in group]) for group in groups])
+    if inception is None and any("fid" in run["row"] for run in runs):
         print(f"FID: needs --fid_weights=path to {fid.FID_WEIGHTS}, from {fid.FID_URL}")
-    print("pictures in each folder: reconstructions.png, samples.png, codes.png, curves.png")
-    if len(out_dirs) > 1:
-        logs = {label(g): [read_log(log_path(row["run"])) for row in g] for g in groups}
+    if any("pictures" in run for run in runs):
+        print("pictures in each folder: reconstructions.png, samples.png, codes.png, curves.png")
+    if len(runs) > 1:
+        logs = {label(group): [run["log"] for run in group] for group in groups}
         save_picture(curves, draw_curves(logs))
+        print(f"curves of all runs: {curves}")
         for name in ("samples.png", "codes.png"):  # of the first seed of each
-            pages = {g[0]["run"]: drawn[g[0]["run"]].get(name) for g in groups}
-            save_picture(os.path.join(os.path.dirname(curves), name), stack(pages))
-        print(f"curves of all runs: {curves}; beside it samples.png and codes.png of all runs")
-    return rows
+            firsts = [group[0] for group in groups if "pictures" in group[0]]
+            pages = {run["row"]["run"]: run["pictures"].get(name) for run in firsts}
+            if pages:
+                path = os.path.join(os.path.dirname(curves), name)
+                save_picture(path, stack(pages))
+                print(f"{name} of all runs: {path}")
+    if record:  # of a run that is here twice, the later one
+        lines = {run["row"]["run"]: run | {"config": run["config"] | NO_PATHS} for run in runs}
+        write_lines(record, ({key: run[key] for key in RECORDED} for run in lines.values()))
+    return [run["row"] for run in runs]
 
 
-def log_path(out_dir):
-    return os.path.join(out_dir, "log.jsonl")
-
-
-def group_by_seed(rows, configs, per_run=False):
-    """Lists of rows whose runs differ only in their seed and in settings that change no result."""
+def group_by_seed(runs, per_run=False):
+    """Lists of runs that differ only in their seed and in settings that change no result."""
     no_matter = {"seed", "out_dir", "data_dir", "resume", "overwrite", "wandb_log", "n_workers"}
     no_matter |= {"step", "seconds"}  # of the best checkpoint
     groups = {}
-    for i, (row, config) in enumerate(zip(rows, configs, strict=True)):
-        key = i if per_run else repr({k: v for k, v in config.items() if k not in no_matter})
-        groups.setdefault(key, []).append(row)
+    for i, run in enumerate(runs):
+        settings = {k: v for k, v in run["config"].items() if k not in no_matter}
+        groups.setdefault(i if per_run else repr(settings), []).append(run)
     return list(groups.values())
 
 
 def label(group):
     """The name of a run or, of several, the first one's and their number."""
-    first = group[0]["run"]
+    first = group[0]["row"]["run"]
     return first if len(group) == 1 else f"{first} (n = {len(group)})"
 
 
@@ -405,12 +440,15 @@ if __name__ == "__main__":
     export_to = ""  # a folder for the model alone, to share: without optimizer and local paths
     curves = "out/curves.png"  # file for the curves of several runs in one picture
     per_run = False  # a row for every run, even if only seeds differ
+    record = ""  # a file (*.jsonl) for the rows, settings and curves of these runs
 
     settings, out_dirs = configure(globals(), sys.argv[1:])
     if not out_dirs:
         raise UserError("name at least one run: python eval.py out/glyphs_daps")
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}, must be at least 1")
+    if record and not record.endswith(".jsonl"):
+        raise UserError(f"record is {record!r}, must end in .jsonl")
     settings["device"] = setup_device(device)
     if settings.pop("export_to"):
         if len(out_dirs) > 1:

@@ -154,13 +154,13 @@ def points_of(log, split, key, log_scale=False):
 
 def with_gap(log, n=20):
     """A log with one more key in its validation rows: by how much log p(x|z) was higher in the last
-    n training rows before them. A growing gap is overfitting."""
+    n training rows before them, unless they have it already. A growing gap is overfitting."""
     rewards, rows = [], []
     for row in log:
         if row["split"] == "train" and row.get("reward") is not None:
             rewards.append(row["reward"])
         elif rewards and row.get("log_px") is not None:
-            row = row | {"gap": float(np.mean(rewards[-n:])) - row["log_px"]}
+            row = {"gap": float(np.mean(rewards[-n:])) - row["log_px"]} | row
         rows.append(row)
     return rows
 

@@ -23,11 +23,13 @@ from eval import (
     load_data,
     one_line,
     print_table,
+    read_record,
     report,
     summary,
     validation_noise,
 )
 from models import METHODS, build_model, n_parameters
+from plots import with_gap
 
 X_SHAPE = (1, 28, 28)
 
@@ -168,6 +170,24 @@ def test_several_runs_make_one_table_and_one_plot(finished_run, tmp_path, capsys
         assert json.loads((out_dir / "eval.json").read_text()) == row
 
 
+def test_recorded_runs_give_the_table_and_curves_of_their_folders(finished_run, tmp_path):
+    """Without checkpoints and data, alone or beside other runs, and without local paths."""
+    seed = another_run(finished_run, tmp_path / "seed", seed=1)
+    record, pictures = tmp_path / "records" / "two.jsonl", (tmp_path / "a.png", tmp_path / "b.png")
+    options = (f"--curves={pictures[0]}", f"--record={record}")
+    first = run_here("eval.py", finished_run, seed, *options)
+    assert first.code == 0, first.errors
+    assert [run["config"]["out_dir"] for run in read_record(record)] == ["", ""]
+    shutil.rmtree(seed)
+    again = run_here("eval.py", record, f"--curves={pictures[1]}")
+    assert again.output.splitlines()[:2] == first.output.splitlines()[:2]
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    # a run that is evaluated again takes the place of its record
+    shutil.copy(record, tmp_path / "old.jsonl")
+    done = run_here("eval.py", tmp_path / "old.jsonl", finished_run, *options)
+    assert done.code == 0 and record.read_bytes() == (tmp_path / "old.jsonl").read_bytes()
+
+
 def test_the_same_checkpoint_gives_the_same_numbers_twice(finished_run):
     """And in batches of another size the same up to the rounding of float32 matrix products."""
     before = json.loads((finished_run / "eval.json").read_text())
@@ -184,15 +204,15 @@ def test_the_same_checkpoint_gives_the_same_numbers_twice(finished_run):
 
 
 def made_up(seed, step=100, elbo=-80.0, **config):
-    """A row of the table and the config it comes from."""
+    """A run: its row of the table and its config."""
     row = {"run": f"out/mnist_{seed}", "method": "daps", "bits": 64.0, "beta_elbo": elbo}
     row |= {"kl": 40.0, "encoder": 1000, "steps": step}
     base = {"method": "daps", "lr": 1e-3, "aligned": False, "seed": seed, "out_dir": row["run"]}
-    return row, base | {"step": step, "seconds": 9.0 + seed} | config
+    return {"row": row, "config": base | {"step": step, "seconds": 9.0 + seed} | config}
 
 
 def grouped(*runs, **options):
-    return group_by_seed(*map(list, zip(*runs, strict=True)), **options)
+    return [[run["row"] for run in group] for group in group_by_seed(runs, **options)]
 
 
 def test_runs_that_differ_in_their_seed_alone_are_averaged():
@@ -205,7 +225,7 @@ def test_runs_that_differ_in_their_seed_alone_are_averaged():
     assert row["beta_elbo std"] == pytest.approx(math.sqrt((9 + 1 + 16) / 2))
     assert row["kl"] == 40 and row["kl std"] == 0
     assert row["encoder"] == 1000 and "encoder std" not in row
-    assert group[0] == runs[0][0]  # left as it was
+    assert group[0] == made_up(0, 100, -80.0)["row"]  # left as it was
 
 
 @pytest.mark.parametrize(
@@ -214,7 +234,8 @@ def test_runs_that_differ_in_their_seed_alone_are_averaged():
 def test_a_run_with_any_other_setting_is_not_averaged_in(other):
     groups = grouped(made_up(0), made_up(1, **other), made_up(2))
     assert [len(group) for group in groups] == [2, 1]
-    assert groups[1] == [made_up(1)[0]] and summary(groups[1]) == made_up(1)[0]
+    row = made_up(1)["row"]
+    assert groups[1] == [row] and summary(groups[1]) == row
 
 
 def test_where_a_run_lies_and_how_it_was_started_changes_no_result():
@@ -224,7 +245,7 @@ def test_where_a_run_lies_and_how_it_was_started_changes_no_result():
 
 
 def test_a_table_shows_means_with_deviations_and_a_dash_where_there_is_no_number(capsys):
-    group = [made_up(i, elbo=elbo)[0] for i, elbo in enumerate((-80.0, -83.0))]
+    group = [made_up(i, elbo=elbo)["row"] for i, elbo in enumerate((-80.0, -83.0))]
     quantised = {"run": "out/fsq", "method": "fsq", "bits": 64.0, "beta_elbo": None, "kl": None}
     print_table([summary(group), quantised | {"encoder": 156_547}])
     header, first, second = capsys.readouterr().out.splitlines()
@@ -244,7 +265,8 @@ def test_an_exported_model_is_smaller_knows_no_local_path_and_gives_the_same_cod
     sizes = [os.path.getsize(folder / "best.pt") for folder in (target, finished_run)]
     assert sizes[0] < 0.5 * sizes[1]
     assert str(tmp_path.parent).encode() not in (target / "best.pt").read_bytes()
-    assert log_rows(target, "val") == log_rows(finished_run, "val")
+    whole = with_gap(log_rows(finished_run))  # before rows of training are left out
+    assert log_rows(target, "val") == [row for row in whole if row["split"] == "val"]
     x, noise = torch.rand(4, *X_SHAPE).round(), torch.rand(4, 1, 8)
     ours, theirs = (load(folder).encode(x, noise=noise) for folder in (target, finished_run))
     assert torch.equal(ours, theirs)
@@ -267,7 +289,10 @@ def test_the_model_that_comes_with_the_code_is_as_good_as_the_readme_says():
 
 
 def test_groups_have_different_labels_also_where_the_seed_comes_first_in_their_names():
-    rows = {name: {"run": f"out/s{name}"} for name in ("0_daps", "1_daps", "0_vq", "1_vq", "fsq")}
+    rows = {
+        name: {"row": {"run": f"out/s{name}"}}
+        for name in ("0_daps", "1_daps", "0_vq", "1_vq", "fsq")
+    }
     groups = [rows["0_daps"], rows["1_daps"]], [rows["0_vq"], rows["1_vq"]], [rows["fsq"]]
     labels = [label(group) for group in groups]
     assert labels == ["out/s0_daps (n = 2)", "out/s0_vq (n = 2)", "out/sfsq"]
@@ -296,12 +321,15 @@ def test_one_line_leaves_out_what_a_method_does_not_have():
         (("nowhere", "--checkpoints=last"), "did you mean checkpoint"),
         (("nowhere", "--device=cuba"), "cuba"),
         (("nowhere", "--batch_size=0"), "batch_size"),
+        (("nowhere", "--record=x.json"), "must end in .jsonl"),
+        (("nowhere.jsonl",), "nowhere.jsonl is not a record of runs"),
+        (("RUN/log.jsonl",), "log.jsonl is not a record of runs"),
         (("RUN", "RUN", "--curves=/dev/null/x.png"), "/dev/null"),
         (("RUN", "--data_dir=nowhere", "--checkpoint=worst"), "worst.pt does not exist"),
     ],
 )
 def test_a_bad_call_is_refused_in_one_line(arguments, match, finished_run):
-    words = (finished_run if word == "RUN" else word for word in arguments)
+    words = (word.replace("RUN", str(finished_run)) for word in arguments)
     assert_one_line(run_here("eval.py", *words), match)
 
 
