@@ -248,6 +248,32 @@ class PPO(Method):
 # Quantisation: the encoder outputs vectors, there is no distribution q, and beta is not used.
 
 
+def nearest(h, centres):
+    """The index of the row of centres (V, H) nearest to each h (..., H): (...) int64. In float32
+    (TF32 on GPUs), because distances are small differences of large numbers."""
+    with torch.autocast(h.device.type, enabled=False):
+        distance = centres.square().sum(dim=1) - 2 * h.float() @ centres.T
+    return distance.argmin(dim=-1)
+
+
+def cluster_sums(h, centres):
+    """How many rows of h (n, H) are nearest to each of centres (V, H), and their sum: (V,), (V, H).
+    No shape depends on values, so there is no GPU sync."""
+    one_hot = F.one_hot(nearest(h, centres), len(centres)).float()  # (n, V)
+    with torch.autocast(h.device.type, enabled=False):
+        return one_hot.sum(dim=0), one_hot.T @ h
+
+
+def kmeans(h, centres, n_rounds=10):
+    """Centres (V, H) after rounds of k-means on the rows of h (n, H), float32. A centre that is
+    nearest to no row stays where it is."""
+    for _ in range(n_rounds):
+        count, total = cluster_sums(h, centres)
+        mean = total / count.clamp_min(1).unsqueeze(1)
+        centres = torch.where(count.unsqueeze(1) > 0, mean, centres)
+    return centres
+
+
 class Quantised(Method):
     """Base of the two: log p(x|z) with a straight-through gradient from quantised vectors."""
 
@@ -325,11 +351,8 @@ class VQVAE(Quantised):
         self.started = bool(self.count.any())
 
     def quantise(self, h):
-        """h (..., H) -> token (...) int64 and its code vector (..., H). In float32 (TF32 on GPUs),
-        because distances are small differences of large numbers."""
-        with torch.autocast(h.device.type, enabled=False):
-            distance = self.codebook.square().sum(dim=1) - 2 * h.float() @ self.codebook.T
-        z = distance.argmin(dim=-1)
+        """h (..., H) -> token (...) int64 and its code vector (..., H)."""
+        z = nearest(h, self.codebook)
         return z, self.codebook[z]
 
     def vectors(self, z):
@@ -350,14 +373,13 @@ class VQVAE(Quantised):
     @torch.no_grad()
     def update(self, h, noise):
         """One step of the running means towards vectors h (n, H) float32; noise (n,) shuffles them.
-        No shape depends on values, so there is no GPU sync."""
+        There is no GPU sync."""
         V = len(self.codebook)
         shuffled = h[noise.argsort()].repeat(-(-V // len(h)), 1)  # (at least V, H)
-        if not self.started:  # the first batch: ten rounds of k-means
+        if not self.started:  # the first batch
             self.started = True
-            self.codebook.copy_(shuffled[:V])
-            for _ in range(10):
-                self.absorb(h, decay=0.0)
+            self.codebook.copy_(kmeans(h, shuffled[:V], n_rounds=9))
+            self.absorb(h, decay=0.0)  # a tenth round, which also sets the sums
         self.absorb(h, self.decay)
         # Codes used for less than a twentieth of an even share of the batch start again elsewhere,
         # as if they had been used for an eighth of it.
@@ -369,10 +391,9 @@ class VQVAE(Quantised):
         self.replace(dead, torch.full_like(self.count, share / 8), self.count)
 
     def absorb(self, h, decay):
-        one_hot = F.one_hot(self.quantise(h)[0], len(self.codebook)).float()  # (n, V)
-        self.count.lerp_(one_hot.sum(dim=0), 1 - decay)
-        with torch.autocast(h.device.type, enabled=False):
-            self.total.lerp_(one_hot.T @ h, 1 - decay)
+        count, total = cluster_sums(h, self.codebook)
+        self.count.lerp_(count, 1 - decay)
+        self.total.lerp_(total, 1 - decay)
         mean = self.total / self.count.clamp_min(1e-6).unsqueeze(1)
         self.replace(self.count > 1e-6, mean, self.codebook)
 

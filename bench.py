@@ -282,7 +282,7 @@ def sample_without_cache(encoder, patches, n_samples, noise):
         h = encoder.embed(z[..., : t + 1]) + query[..., : t + 1, :]
         for block, kv in zip(encoder.blocks, memory, strict=True):
             h = block(h, kv)
-        logits = encoder.head(encoder.norm(h[:, :, -1]))  # (N, K, V)
+        logits = encoder.read_out(encoder.norm(h[:, :, -1]), t)  # (N, K, V)
         z[..., t + 1 : t + 2] = models.draw(logits, noise[..., t : t + 1])
     return z[..., 1:]
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Relaxed
+from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Relaxed, kmeans
 from daps import DAPS, gather_batch
 
 
@@ -282,13 +282,19 @@ class TokenEncoder(nn.Module):
 
     per_token  log_q is (N, K, B), one number per token, instead of their sum (N, K)
     counting   count in `usage` (V,) how often each value is drawn, over all processes
+    centre     subtracted from the head's input, (B, H): zero, or see start_from_clusters
     """
 
-    def __init__(self, n_tokens, vocab_size):
+    def __init__(self, n_tokens, vocab_size, width):
         super().__init__()
         self.n_tokens, self.vocab_size = n_tokens, vocab_size
         self.per_token = self.counting = False
         self.register_buffer("usage", torch.zeros(vocab_size, dtype=torch.long))
+        self.register_buffer("centre", torch.zeros(n_tokens, width))
+
+    def read_out(self, h, t=slice(None)):
+        """Logits of tokens t from what the blocks say about them: (..., T, H) -> (..., T, V)."""
+        return self.head(h - self.centre[t])
 
     def count(self, z):
         if self.counting and self.training:
@@ -323,8 +329,8 @@ class AutoregressiveEncoder(TokenEncoder):
     """
 
     def __init__(self, x_shape, n_tokens, vocab_size, *size, aligned=False, recompute=0):
-        super().__init__(n_tokens, vocab_size)
         width, n_heads, n_layers, mlp_ratio = size
+        super().__init__(n_tokens, vocab_size, width)
         self.aligned, self.recompute = aligned, recompute
         self.chunk = 1  # the sampler's view of its cache grows by this many tokens
         self.compile_options, self.static_samplers = None, {}  # see compile_sampler
@@ -380,7 +386,7 @@ class AutoregressiveEncoder(TokenEncoder):
             h = self.embed(z[..., t : t + 1]) + query[..., t : t + 1, :]  # (N, K, 1, H)
             for block, kv, cache in zip(self.blocks, memory, caches, strict=True):
                 h = block(h, kv, functools.partial(cache.extend, t, window))
-            logits = self.head(self.norm(h)).squeeze(2)  # (N, K, V)
+            logits = self.read_out(self.norm(h), t).squeeze(2)  # (N, K, V)
             z[..., t + 1 : t + 2] = draw(logits, noise[..., t : t + 1])
         return z[..., 1:].contiguous()
 
@@ -388,14 +394,23 @@ class AutoregressiveEncoder(TokenEncoder):
         """Sample with compiled steps from now on; see StaticSampler for the options."""
         self.compile_options, self.static_samplers = options, {}
 
-    def logits(self, patches, z):
-        """Logits of all tokens, each given those before it: z (N, K, B) -> (N, K, B, V)."""
+    def hidden(self, patches, z):
+        """What the head reads, for all tokens, each given those before it: (N, K, B, H)."""
         memory, query = self.start(patches)
         previous = F.pad(z[..., :-1], (1, 0), value=self.vocab_size)  # (N, K, B)
         h = self.embed(previous) + query  # (N, K, B, H)
         for block, kv in zip(self.blocks, memory, strict=True):
             h = block(h, kv)
-        return self.head(self.norm(h))
+        return self.norm(h)
+
+    def logits(self, patches, z):
+        """Logits of all tokens, each given those before it: z (N, K, B) -> (N, K, B, V)."""
+        return self.read_out(self.hidden(patches, z))
+
+    def features(self, x, noise):
+        """What the head reads, for one code per example: (N, B, H); noise (N, 1, B)."""
+        patches = self.patch_encoder(x)
+        return self.hidden(patches, self.sample_codes(patches, 1, noise)).squeeze(1)
 
     def score(self, patches, z, with_kl=False):
         """log q of codes z (N, K, B) by teacher forcing, and with_kl the exact KL along them: one
@@ -434,7 +449,7 @@ class AutoregressiveEncoder(TokenEncoder):
             h = token[:, None, None] + query[..., t : t + 1, :]  # (N, 1, 1, H)
             for layer, (block, kv) in enumerate(zip(self.blocks, memory, strict=True)):
                 h = block(h, kv, functools.partial(extend, layer))
-            all_logits.append(self.head(self.norm(h)).flatten(0, 2).float())  # (N, V)
+            all_logits.append(self.read_out(self.norm(h), t).flatten(0, 2).float())  # (N, V)
             all_y.append(choose(all_logits[-1], t))  # (N, V)
             token = all_y[-1] @ self.embed.weight[:-1]
         y = torch.stack(all_y, dim=1)
@@ -470,6 +485,7 @@ class StaticSampler(nn.Module):
         self.caches = nn.ModuleList(KVCache(N * K, B + 1, like=k) for k, _ in memory)
         self.register_buffer("memory", torch.stack([torch.stack(kv) for kv in memory]))
         self.register_buffer("query", query.clone())
+        self.register_buffer("centre", encoder.centre)
         self.register_buffer("noise", noise.clone())
         self.register_buffer(
             "z", torch.full((N, K, B + 1), encoder.vocab_size, device=noise.device)
@@ -500,7 +516,8 @@ class StaticSampler(nn.Module):
         for i, (block, cache) in enumerate(zip(self.blocks, self.caches, strict=True)):
             extend = functools.partial(cache.extend, self.t, window)
             h = block(h, self.memory[i].unbind(), extend)  # (N, K, 1, H)
-        logits = self.head(self.norm(h)).squeeze(2)  # (N, K, V)
+        h = self.norm(h) - self.centre.index_select(0, self.t)
+        logits = self.head(h).squeeze(2)  # (N, K, V)
         token = draw(logits, self.noise.index_select(2, self.t))
         self.t.add_(1)
         self.z.index_copy_(2, self.t, token)
@@ -510,13 +527,13 @@ class OnePassEncoder(TokenEncoder):
     """q(z|x) = prod_t q(z_t | x), the paper's "NA": blocks over patches, one token per position."""
 
     def __init__(self, x_shape, n_tokens, vocab_size, width, *size):
-        super().__init__(n_tokens, vocab_size)
+        super().__init__(n_tokens, vocab_size, width)
         self.patch_encoder = PatchEncoder(x_shape, n_tokens, width, *size)
         self.head = nn.Linear(width, vocab_size)
         init_weights(self, embedding_std=width**-0.5)
 
     def forward(self, x, n_samples, noise=None, with_kl=False):
-        logits = self.head(self.patch_encoder(x)).float()  # (N, B, V)
+        logits = self.read_out(self.patch_encoder(x)).float()  # (N, B, V)
         if noise is None:
             noise = uniform_like(logits, logits.size(0), n_samples, self.n_tokens)
         z = draw(logits.detach(), noise.transpose(1, 2).contiguous())  # (N, B, K)
@@ -529,9 +546,13 @@ class OnePassEncoder(TokenEncoder):
     def sample(self, x, n_samples, noise=None):
         return self(x, n_samples, noise)[0]
 
+    def features(self, x, noise):
+        """What the head reads: (N, B, H). No noise is needed."""
+        return self.patch_encoder(x)
+
     def relaxed(self, x, choose):
         """As in AutoregressiveEncoder, with one choice for all tokens: t is slice(None)."""
-        logits = self.head(self.patch_encoder(x)).float()  # (N, B, V)
+        logits = self.read_out(self.patch_encoder(x)).float()  # (N, B, V)
         y = choose(logits, slice(None))
         self.count(y.argmax(dim=-1))
         return y, logits
@@ -879,6 +900,41 @@ def build_model(settings, x_shape):
     if s["credit_window"] and method in ("daps", "daps_na") and hasattr(decoder, "credit"):
         encoder.per_token, decoder.window = True, s["credit_window"]
     return METHODS[method](encoder, decoder, s)
+
+
+@torch.no_grad()
+def start_from_clusters(model, x, generator, entropy=1 / 3):
+    """Before the first step, let each value stand for a cluster of what the encoder sees in x.
+
+    With random tables, a value means nothing until both networks have learned what it means. Here
+    the head's inputs h for x (n, *shape), with n B >= V, less their mean at each position, are
+    clustered by k-means around V centres c_v. Logits become -s |h - c_v|^2 / 2, up to a constant,
+    where s makes the mean entropy of a token this share of log V. The decoder's vector of v becomes
+    c_v, standardised: similar patches are decoded alike. VQ-VAE begins in the same way. Ours, not
+    the paper's.
+    """
+    encoder, head = model.encoder, model.encoder.head
+    noise = torch.rand(len(x), 1, encoder.n_tokens, generator=generator).to(x.device)
+    h = encoder.features(x, noise)  # (n, B, H)
+    encoder.centre.copy_(h.mean(dim=0))  # (B, H)
+    h = (h - encoder.centre).flatten(0, 1)  # (n * B, H)
+    first = torch.randperm(len(h), generator=generator)[: encoder.vocab_size].to(h.device)
+    centres = kmeans(h, h[first])  # (V, H)
+    offset = centres.square().sum(dim=1) / 2
+    scores = h @ centres.T - offset  # (n * B, V)
+    low, high = 1e-4, 1e4
+    for _ in range(40):  # the entropy falls as s rises
+        s = math.sqrt(low * high)
+        found = torch.special.entr((s * scores).softmax(dim=-1)).sum(dim=-1).mean().item()
+        low, high = (s, high) if found > entropy * math.log(encoder.vocab_size) else (low, s)
+    scale = centres.square().mean().sqrt()
+    model.decoder.embed.weight.copy_(centres / scale)
+    head.bias.copy_(-s * offset)
+    if isinstance(head, TiedHead):
+        nn.init.eye_(head.query.weight).mul_(s * scale * h.size(1) ** 0.5)
+        nn.init.zeros_(head.query.bias)
+    else:
+        head.weight.copy_(s * centres)
 
 
 @torch.no_grad()

@@ -41,7 +41,15 @@ from checkpoint import (
 from configurator import UserError, configure, require
 from data import DATA_DIR, DATASETS, TRAIN_NOISE, example_shape, load_dataset, uniform_noise
 from eval import evaluate, one_line, report
-from models import AUTOREGRESSIVE, METHODS, VECTORS, build_model, n_parameters, split_values
+from models import (
+    AUTOREGRESSIVE,
+    METHODS,
+    VECTORS,
+    build_model,
+    n_parameters,
+    split_values,
+    start_from_clusters,
+)
 
 # ---------------------------------------------------------------------------------------------
 # Settings. Config files and --key=value override them; --help lists them.
@@ -71,6 +79,7 @@ ess_target = 0.33  # effective sample size of the K weights, as a share of K
 eta_update = "solve"  # solve: exact on every batch; gradient: the paper's step on log eta
 centred = True  # daps: subtract 1 / K from the weights; False: eq. (6) as printed
 credit_window = 3  # daps: side of the window of x around a token that rewards it; 0: all of x
+kmeans_start = True  # values start as clusters of the encoder's features; False: at random
 split_interval = 50  # steps between turning rarely used values into copies of common ones; 0: off
 beta_init = 0.5  # weight of the KL to the prior at the first step
 beta_final = 0.01  # and at the last; exponential in between
@@ -87,6 +96,7 @@ fsq_levels = "8 8 4"  # fsq: levels per number; their product is vocab_size
 max_steps = 2000  # optimizer steps; all schedules end here
 batch_size = 128  # N, over all processes together
 lr = 6e-3  # highest learning rate of AdamW
+encoder_lr = 1.0  # learning rate of the encoder, as a multiple of lr
 lr_schedule = "cosine"  # cosine: down to lr_final at the last step; constant
 lr_final = 0.0  # lowest learning rate of the cosine
 warmup_steps = 50  # steps of linear warm-up
@@ -127,7 +137,7 @@ require(
     (counts, lambda v: v >= 1, "at least 1"),
     ("vocab_size", lambda v: v >= 2, "at least 2"),
     ("image_size", lambda v: v >= 8, "at least 8"),
-    ("width tau_init tau_final ppo_clip lr", lambda v: v > 0, "positive"),
+    ("width tau_init tau_final ppo_clip lr encoder_lr", lambda v: v > 0, "positive"),
     (amounts, lambda v: v >= 0, "zero or more"),
     ("seed", lambda v: v < 2**32, "below 2**32"),
     ("lr_schedule", lambda v: v in ("cosine", "constant"), "cosine or constant"),
@@ -201,14 +211,16 @@ raw_model = build_model(settings, data.shape).to(device)
 for module in raw_model.modules():
     if hasattr(module, "standardise"):
         module.standardise(*data.input_scale())
-weights = [p for name, p in raw_model.named_parameters() if name != "log_eta"]
-etas = [p for name, p in raw_model.named_parameters() if name == "log_eta"]
+named = list(raw_model.named_parameters())
+weights = [p for name, p in named if name != "log_eta"]
 optimizer = torch.optim.AdamW(
     [
-        {"params": weights, "weight_decay": weight_decay},
-        {"params": etas, "weight_decay": 0.0, "lr": 1e-3},
+        {"params": [p for name, p in named if name.startswith("encoder.")]},
+        {"params": [p for name, p in named if not name.startswith(("encoder.", "log_eta"))]},
+        {"params": [p for name, p in named if name == "log_eta"], "weight_decay": 0.0, "lr": 1e-3},
     ],
     lr=lr,
+    weight_decay=weight_decay,
     fused=True,
 )
 progress = {"step": 0, "best": -math.inf, "skipped": 0, "n_split": 0, "seconds": 0.0}
@@ -218,6 +230,10 @@ if saved:
     for key, value in (("data_mean", data.mean), ("data_std", data.std)):
         if not torch.allclose(saved[key], value.cpu()):
             raise UserError(f"resume: the data in {data_dir} are not those the run began with")
+elif kmeans_start and method not in VECTORS:
+    n = -(-32 * vocab_size // n_tokens)  # 32 tokens per value
+    x = data.standardise(data.train_batch(seed, 0, n))
+    start_from_clusters(raw_model, x, torch.Generator().manual_seed(seed))
 if world_size > 1:  # processes that start from different states would train nonsense
     views = [None] * world_size
     view = {k: v for k, v in settings.items() if not k.endswith(("_dir", "_workers"))}
@@ -307,7 +323,8 @@ while step < max_steps:
     beta = torch.full((), anneal(beta_init, beta_final, step), device=device)
     if raw_model.tau is not None:
         raw_model.tau.fill_(anneal(tau_init, tau_final, step))
-    rate = optimizer.param_groups[0]["lr"] = learning_rate(step)
+    rate = optimizer.param_groups[1]["lr"] = learning_rate(step)
+    optimizer.param_groups[0]["lr"] = rate * encoder_lr
     x = data.standardise(next(batches))  # (N, *shape)
     shape = raw_model.noise_shape
     noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, shape, **share, device=device)

@@ -44,7 +44,7 @@ def log_prob_of_all(encoder, x, codes):
     """log q(z|x) of one x (1, ...) for every row of codes (M, B): (M,), with gradient."""
     patches = encoder.patch_encoder(x)
     if isinstance(encoder, OnePassEncoder):
-        logits = encoder.head(patches).unsqueeze(1).expand(-1, len(codes), -1, -1)
+        logits = encoder.read_out(patches).unsqueeze(1).expand(-1, len(codes), -1, -1)
     else:
         logits = encoder.logits(patches, codes.unsqueeze(0))
     return token_log_prob(logits, codes.unsqueeze(0)).sum(dim=-1)[0]

@@ -113,7 +113,15 @@ def test_a_config_file_that_is_not_there_is_named():
 
 CONFIGS = sorted(glob.glob(os.path.join(ROOT, "config", "*.py")))
 SHARED = ("mnist.py", "cifar10.py", "imagenet.py", "lafan.py")
-OVERLAYS = ("ours.py", "beta1.py", "cifar10_beta1.py", "paper.py", "short.py", "long.py")
+OVERLAYS = (
+    "ours.py",
+    "ours_64.py",
+    "beta1.py",
+    "cifar10_beta1.py",
+    "paper.py",
+    "short.py",
+    "long.py",
+)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=map(os.path.basename, CONFIGS))

@@ -125,7 +125,7 @@ def test_a_code_is_the_same_with_and_without_its_kl_and_x_is_encoded_once(kind):
     assert len(calls) == 1 and torch.equal(z, alone) and z.shape == (3, 8) and kl.shape == (3,)
     patches = model.encoder.patch_encoder(x)
     if kind == "one pass":
-        expected = token_kl(model.encoder.head(patches)).sum(dim=-1)
+        expected = token_kl(model.encoder.read_out(patches)).sum(dim=-1)
     else:
         expected = token_kl(model.encoder.logits(patches, z.unsqueeze(1))).sum(dim=(1, 2))
     torch.testing.assert_close(kl, expected.detach())

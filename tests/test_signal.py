@@ -1,15 +1,24 @@
-"""Credit per token and splitting: what they change, and what they must not."""
+"""Credit per token, k-means start and splitting: what they change, and what they must not."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.cluster.vq import kmeans2
 from torch import nn
 
+from baselines import kmeans
 from configurator import defaults
 from daps import DAPS, ess_ratio, log_weights, solve_eta
-from models import MotionDecoder, ResNetDecoder, build_model, split_values
+from models import (
+    MotionDecoder,
+    ResNetDecoder,
+    TiedHead,
+    build_model,
+    split_values,
+    start_from_clusters,
+)
 
 # ---------------------------------------------------------------------------------------------
 # credit per token, where all codes can be enumerated
@@ -162,6 +171,50 @@ def test_credit_per_token_changes_neither_metrics_nor_the_gradient_of_the_decode
 
 
 # ---------------------------------------------------------------------------------------------
+# the k-means start
+
+
+def test_kmeans_is_that_of_scipy_and_leaves_a_centre_without_rows_where_it_is():
+    h = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+    first = torch.cat([h[:9], torch.full((1, 3), 99.0)])
+    found = kmeans(h, first, n_rounds=7)
+    expected, _ = kmeans2(h.double().numpy(), first[:9].double().numpy(), iter=7, minit="matrix")
+    torch.testing.assert_close(found[:9].double(), torch.from_numpy(expected), rtol=1e-4, atol=1e-5)
+    assert torch.equal(found[9], first[9])
+
+
+@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize("method", ("daps", "daps_na", "gumbel_na"))
+def test_values_start_as_clusters_of_what_the_encoder_sees(method, tied):
+    """Logits fall with the squared distance to a centre, all at one rate, which makes the entropy a
+    third of log V; the decoder's vectors are the centres, scaled; all positions have mean zero."""
+    model, _ = model_of(method, tied)
+    assert isinstance(model.encoder.head, TiedHead) == tied
+    x = torch.rand(24, 1, 28, 28, generator=torch.Generator().manual_seed(1)).round()
+    noise = torch.rand(24, 1, 4, generator=torch.Generator().manual_seed(0))
+    h = model.encoder.features(x, noise).detach()  # (24, 4, H)
+    start_from_clusters(model, x, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model.encoder.centre, h.mean(dim=0))
+    h = (h - h.mean(dim=0)).flatten(0, 1)  # (24 * 4, H)
+    generator = torch.Generator().manual_seed(0)
+    torch.rand(24, 1, 4, generator=generator)
+    first = h[torch.randperm(len(h), generator=generator)[:12]]
+    centres = torch.from_numpy(
+        kmeans2(h.double().numpy(), first.double().numpy(), iter=10, minit="matrix")[0]
+    ).float()
+    table = model.decoder.embed.weight.detach()
+    scaled = centres / centres.square().mean().sqrt()
+    torch.testing.assert_close(table, scaled, rtol=1e-3, atol=1e-3)
+    log_q = model.encoder.head(h).detach().log_softmax(dim=-1)  # (24 * 4, V)
+    closer = -torch.cdist(h, centres).square() / 2
+    rate = (log_q[:, 0] - log_q[:, 1]) / (closer[:, 0] - closer[:, 1])
+    expected = (rate.median() * closer).log_softmax(dim=-1)
+    torch.testing.assert_close(log_q, expected, rtol=1e-3, atol=1e-2)
+    entropy = -(log_q.exp() * log_q).sum(dim=-1).mean().item()
+    assert entropy == pytest.approx(math.log(12) / 3, rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------
 # splitting
 
 
@@ -196,7 +249,7 @@ def test_a_split_without_noise_changes_neither_merged_probabilities_nor_the_deco
         """Of the first token, (6, V), and of the last, after those of z."""
         patches = model.encoder.patch_encoder(x)
         logits = (
-            model.encoder.head(patches)
+            model.encoder.read_out(patches)
             if method == "daps_na"
             else model.encoder.logits(patches, z[:, :1])[:, 0]
         )
