@@ -13,7 +13,7 @@ for code in 4,4 4,16 8,16 8,256; do
   run "ablations/gumbel_na_$code" mnist_gumbel_na config/short.py $size --lr=3e-3
   run "ablations/vqvae_$code" mnist_vqvae config/short.py $size
 done
-short="config/short.py config/ours.py --tied=False"
+short="config/short.py config/ours_64.py"
 short+=" --batch_size=32 --max_steps=1000 --lr=4e-3 --eval_examples=1000"
 for ess in 0.25 0.5 0.75; do
   for beta in 0.1 1.0 10.0; do
@@ -22,4 +22,4 @@ for ess in 0.25 0.5 0.75; do
   done
   run "ablations/annealed_ess_$ess" cifar10_daps_na $short --beta_init=6.0 --ess_target=$ess
 done
-python eval.py out/ablations/* --curves=out/ablations.png
+python eval.py out/ablations/* --curves=out/ablations.png --record=out/ablations.jsonl

@@ -8,15 +8,17 @@ for seed in ${SEEDS:-0}; do
     run "cifar10/$1_s$seed" "cifar10_$2" config/short.py --batch_size=32 --max_steps=1500 \
       --eval_examples=1000 --lr="$3" --seed="$seed" "${@:4}"
   }
-  ours="config/ours.py --tied=False --beta_init=0.5"
-  cifar daps_na daps_na 4e-3 $ours
-  cifar gumbel_na gumbel_na 3e-3
-  cifar gumbel_na_splits gumbel_na 3e-3 --split_interval=50
+  cifar daps_na daps_na 4e-3 config/ours_64.py
+  cifar gumbel_na gumbel_na 3e-3 config/ours_64.py --encoder_lr=0.25
   cifar vqvae vqvae 1e-3
-  cifar tied daps_na 4e-3 $ours --tied=True
-  cifar tied_no_splits daps_na 4e-3 $ours --tied=True --split_interval=0
-  cifar tied_ess_0.7 daps_na 4e-3 $ours --tied=True --ess_target=0.7
-  cifar whole_codes daps_na 4e-3 $ours --credit_window=0
-  cifar daps daps 4e-3 $ours
+  cifar daps daps 4e-3 config/ours_64.py
+  cifar whole_codes daps_na 4e-3 config/ours_64.py --credit_window=0
+  cifar gumbel_na_plain gumbel_na 3e-3
+  cifar gumbel_na_splits gumbel_na 3e-3 --split_interval=50
+  splits="config/ours.py --kmeans_start=False --beta_init=0.5"
+  cifar splits daps_na 4e-3 $splits --tied=False
+  cifar splits_tied daps_na 4e-3 $splits
+  cifar tied_no_splits daps_na 4e-3 $splits --split_interval=0
+  cifar splits_tied_ess_0.7 daps_na 4e-3 $splits --ess_target=0.7
 done
-python eval.py out/cifar10/* --curves=out/cifar10.png
+python eval.py out/cifar10/* --curves=out/cifar10.png --record=out/cifar10.jsonl

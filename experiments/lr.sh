@@ -11,4 +11,4 @@ for lr in 3e-3 6e-3 1.2e-2; do
     run "lr/${method}_ours_$lr" "mnist_$method" config/short.py config/ours.py --lr="$lr"
   done
 done
-python eval.py out/lr/* --curves=out/lr.png
+python eval.py out/lr/* --curves=out/lr.png --record=out/lr.jsonl

@@ -28,4 +28,4 @@ for seed in ${SEEDS:-0}; do
   mnist rloo rloo 6e-3
   mnist grmck_na grmck_na 3e-3
 done
-python eval.py out/mnist/* --curves=out/mnist.png
+python eval.py out/mnist/* --curves=out/mnist.png --record=out/mnist.jsonl

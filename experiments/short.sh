@@ -18,4 +18,4 @@ for seed in ${SEEDS:-0}; do
   short paper mnist_daps_na config/paper.py
   short not_aligned mnist_daps config/ours.py --aligned=False
 done
-python eval.py out/short/* --curves=out/short.png
+python eval.py out/short/* --curves=out/short.png --record=out/short.jsonl

@@ -173,6 +173,15 @@ def test_a_setting_changes_the_run(key, small, base, tmp_path):
     assert changed[0] != rows or not same(changed[1], model)
 
 
+def test_the_rate_of_the_encoder_is_its_own(small, tmp_path):
+    """With a rate of almost nothing, only the decoder learns between step 1 and step 3."""
+    options = "encoder_lr=1e-12 split_interval=0 max_steps="
+    (_, one), (_, three) = (result(small, f"{options}{n}", tmp_path / n) for n in "13")
+    for name, p in one.items():
+        moved = (three[name] - p).abs().max() > 1e-5
+        assert moved == name.startswith("decoder.") or name == "log_eta", name
+
+
 @pytest.mark.parametrize("key", NO_CHANGE)
 def test_a_setting_leaves_the_model_as_it_is(key, small, base, tmp_path):
     options, value = NO_CHANGE[key]
