@@ -2,13 +2,12 @@
 
 Our changes to the paper, added to another config; they are on in train.py's defaults. The query of
 token t sees patch t (autoregressive methods), logits are products with the decoder's vectors,
-values start as clusters of the encoder's features, rarely used values become copies of common ones,
-and, if each token has its own region of x, DAPS weights it by the window around that region. See
-the README, "Differences from the paper". For codes of 64 tokens, config/ours_64.py is better.
+rarely used values become copies of common ones, and, if each token has its own region of x, DAPS
+weights it by the window around that region. See the README, "Differences from the paper".
+For codes of 64 tokens and more, config/ours_64.py is better.
 """
 
 aligned = True
 tied = True
 credit_window = 3
-kmeans_start = True
 split_interval = 50

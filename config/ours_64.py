@@ -9,5 +9,6 @@ decoder's vectors. With config/short.py, also add --batch_size=32 --lr=4e-3 --ev
 base = "ours.py"
 tied = False
 split_interval = 0
+kmeans_start = True
 encoder_lr = 0.1
 beta_init = 0.5

@@ -15,7 +15,7 @@ for seed in ${SEEDS:-0}; do
   cifar whole_codes daps_na 4e-3 config/ours_64.py --credit_window=0
   cifar gumbel_na_plain gumbel_na 3e-3
   cifar gumbel_na_splits gumbel_na 3e-3 --split_interval=50
-  splits="config/ours.py --kmeans_start=False --beta_init=0.5"
+  splits="config/ours.py --beta_init=0.5"
   cifar splits daps_na 4e-3 $splits --tied=False
   cifar splits_tied daps_na 4e-3 $splits
   cifar tied_no_splits daps_na 4e-3 $splits --split_interval=0

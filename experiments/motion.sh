@@ -9,7 +9,7 @@ motion() { # motion OUT METHOD LR [FILE or SETTING ...]
 motion daps_na daps_na 4e-3 config/ours_64.py
 motion gumbel_na gumbel_na 3e-3 config/ours_64.py --encoder_lr=0.25
 motion fsq fsq 3e-3
-motion splits daps_na 2e-3 config/ours.py --kmeans_start=False --tied=False
+motion splits daps_na 2e-3 config/ours.py --tied=False
 motion daps_na_plain daps_na 2e-3
 motion gumbel_na_plain gumbel_na 1e-3
 python eval.py out/motion/* --curves=out/motion.png --record=out/motion.jsonl

@@ -506,7 +506,7 @@ def test_two_processes_train_a_resnet_with_batchnorm_as_one_eager_process_does(
     """Up to rounding. The decoder's biases before a BatchNorm, and so its running means, are left
     out: their gradient is only rounding, and Adam turns it into steps as large as any. Validation
     uses the running means, training does not."""
-    options = (*SMALL, "--dataset=cifar10", "--n_tokens=4", "--max_steps=3")
+    options = (*SMALL, "--dataset=cifar10", "--n_tokens=4", "--max_steps=3", "--kmeans_start=True")
     one, two = tmp_path / "one", tmp_path / "two"
     forker.finish(*options, f"--out_dir={one}", fault=COLOUR)
     fault = COLOUR + AOT_EAGER  # inductor itself, with two processes: see test_train.py

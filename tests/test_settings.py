@@ -76,7 +76,7 @@ CHANGES = {
     "centred": ("", "False"),
     "tied": ("", "False"),
     "credit_window": (f"{COLOUR} method=daps_na", "0"),
-    "kmeans_start": ("", "False"),
+    "kmeans_start": ("", "True"),
     "split_interval": ("split_interval=1 max_steps=4", "0"),
     "n_samples": ("", "2"),
     "ess_target": ("", "0.9"),
