@@ -75,7 +75,7 @@ NO_PATHS = {"data_dir": "", "out_dir": ""}  # those of this machine mean nothing
 RECORDED = ("row", "config", "log")  # what --record keeps of a run
 
 
-def curves_of(out_dir, n_train=100):
+def curves_of(out_dir, n_train=40):
     """The rows of a run's log that its curves need: those of validation, and up to n_train more."""
     log = with_gap(read_log(os.path.join(out_dir, "log.jsonl")))
     stride = len(log) // n_train + 1

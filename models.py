@@ -910,8 +910,8 @@ def start_from_clusters(model, x, generator, entropy=1 / 3):
     the head's inputs h for x (n, *shape), with n B >= V, less their mean at each position, are
     clustered by k-means around V centres c_v. Logits become -s |h - c_v|^2 / 2, up to a constant,
     where s makes the mean entropy of a token this share of log V. The decoder's vector of v becomes
-    c_v, standardised: similar patches are decoded alike. VQ-VAE begins in the same way. Ours, not
-    the paper's.
+    c_v, scaled to a mean square of 1: similar patches are decoded alike. VQ-VAE begins in the same
+    way. Ours, not the paper's.
     """
     encoder, head = model.encoder, model.encoder.head
     noise = torch.rand(len(x), 1, encoder.n_tokens, generator=generator).to(x.device)

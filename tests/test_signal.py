@@ -16,6 +16,7 @@ from models import (
     ResNetDecoder,
     TiedHead,
     build_model,
+    draw,
     split_values,
     start_from_clusters,
 )
@@ -212,6 +213,24 @@ def test_values_start_as_clusters_of_what_the_encoder_sees(method, tied):
     torch.testing.assert_close(log_q, expected, rtol=1e-3, atol=1e-2)
     entropy = -(log_q.exp() * log_q).sum(dim=-1).mean().item()
     assert entropy == pytest.approx(math.log(12) / 3, rel=1e-3)
+
+
+@torch.no_grad()
+def test_the_centre_is_subtracted_wherever_an_autoregressive_encoder_makes_logits():
+    """All codes at once, token by token with a cache, in a compiled step, and with gradient."""
+    encoder, generator = model_of("daps", False)[0].encoder, torch.Generator().manual_seed(0)
+    encoder.centre.normal_(generator=generator)
+    x, noise = (torch.rand(*s, generator=generator) for s in ((3, 1, 28, 28), (3, 5, 4)))
+    patches = encoder.patch_encoder(x)
+    z = encoder.sample_codes(patches, 5, noise)
+    logits = encoder.logits(patches, z)  # (3, 5, 4, V)
+    assert torch.equal(draw(logits, noise.unsqueeze(-1)).squeeze(-1), z)
+    one_code = lambda _, t: F.one_hot(z[:, 0, t], 12).float()  # noqa: E731
+    torch.testing.assert_close(encoder.relaxed(x, one_code)[1], logits[:, 0], rtol=1e-4, atol=1e-5)
+    encoder.compile_sampler(backend="eager")
+    assert torch.equal(encoder.sample_codes(patches, 5, noise), z)
+    encoder.centre.zero_()
+    assert not torch.allclose(encoder.logits(patches, z), logits)
 
 
 # ---------------------------------------------------------------------------------------------
