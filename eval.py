@@ -333,6 +333,7 @@ def report(
         else:
             options = (device, batch_size, n_workers, inception)
             runs.append(evaluate_run(source, checkpoint, data_dir, *options))
+    runs = list({run["row"]["run"]: run for run in runs}.values())  # the later of two of one name
     groups = group_by_seed(runs, per_run)
     print_table([summary([run["row"] for run in group]) for group in groups])
     if inception is None and any("fid" in run["row"] for run in runs):
@@ -350,9 +351,9 @@ def report(
                 path = os.path.join(os.path.dirname(curves), name)
                 save_picture(path, stack(pages))
                 print(f"{name} of all runs: {path}")
-    if record:  # of a run that is here twice, the later one
-        lines = {run["row"]["run"]: run | {"config": run["config"] | NO_PATHS} for run in runs}
-        write_lines(record, ({key: run[key] for key in RECORDED} for run in lines.values()))
+    if record:
+        runs = [run | {"config": run["config"] | NO_PATHS} for run in runs]
+        write_lines(record, ({key: run[key] for key in RECORDED} for run in runs))
     return [run["row"] for run in runs]
 
 

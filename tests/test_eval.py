@@ -4,6 +4,7 @@ import glob
 import json
 import math
 import os
+import re
 import shutil
 
 import numpy as np
@@ -185,7 +186,8 @@ def test_recorded_runs_give_the_table_and_curves_of_their_folders(finished_run, 
     # a run that is evaluated again takes the place of its record
     shutil.copy(record, tmp_path / "old.jsonl")
     done = run_here("eval.py", tmp_path / "old.jsonl", finished_run, *options)
-    assert done.code == 0 and record.read_bytes() == (tmp_path / "old.jsonl").read_bytes()
+    assert done.output.splitlines()[:2] == first.output.splitlines()[:2]
+    assert record.read_bytes() == (tmp_path / "old.jsonl").read_bytes()
 
 
 def test_the_same_checkpoint_gives_the_same_numbers_twice(finished_run):
@@ -324,12 +326,15 @@ def test_one_line_leaves_out_what_a_method_does_not_have():
         (("nowhere", "--record=x.json"), "must end in .jsonl"),
         (("nowhere.jsonl",), "nowhere.jsonl is not a record of runs"),
         (("RUN/log.jsonl",), "log.jsonl is not a record of runs"),
-        (("RUN", "RUN", "--curves=/dev/null/x.png"), "/dev/null"),
+        (("RUN", "COPY", "--curves=/dev/null/x.png"), "/dev/null"),
         (("RUN", "--data_dir=nowhere", "--checkpoint=worst"), "worst.pt does not exist"),
     ],
 )
-def test_a_bad_call_is_refused_in_one_line(arguments, match, finished_run):
-    words = (word.replace("RUN", str(finished_run)) for word in arguments)
+def test_a_bad_call_is_refused_in_one_line(arguments, match, finished_run, tmp_path):
+    if "COPY" in arguments:
+        shutil.copytree(finished_run, tmp_path / "copy")
+    names = {"RUN": str(finished_run), "COPY": str(tmp_path / "copy")}
+    words = (re.sub("RUN|COPY", lambda found: names[found[0]], word) for word in arguments)
     assert_one_line(run_here("eval.py", *words), match)
 
 
