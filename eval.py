@@ -68,18 +68,22 @@ def export(out_dir, checkpoint, target):
     saved.pop("optimizer", None)
     saved["config"] |= NO_PATHS
     write(os.path.join(target, "best.pt"), as_bytes(torch.save, saved))
-    write_lines(os.path.join(target, "log.jsonl"), curves_of(out_dir))
+    write_lines(os.path.join(target, "log.jsonl"), thinned(read_log(log_path(out_dir))))
 
 
 NO_PATHS = {"data_dir": "", "out_dir": ""}  # those of this machine mean nothing elsewhere
 RECORDED = ("row", "config", "log")  # what --record keeps of a run
 
 
-def curves_of(out_dir, n_train=40):
-    """The rows of a run's log that its curves need: those of validation, and up to n_train more."""
-    log = with_gap(read_log(os.path.join(out_dir, "log.jsonl")))
+def log_path(out_dir):
+    return os.path.join(out_dir, "log.jsonl")
+
+
+def thinned(log, n_train=40):
+    """The rows of a log that curves need: all of validation, and up to n_train of training."""
     stride = len(log) // n_train + 1
-    return [row for i, row in enumerate(log) if row["split"] == "val" or i % stride == 0]
+    rows = enumerate(with_gap(log))
+    return [row for i, row in rows if row["split"] == "val" or i % stride == 0]
 
 
 def write_lines(path, rows):
@@ -277,7 +281,7 @@ def save_picture(path, content):
 
 def evaluate_run(out_dir, checkpoint, data_dir, device, batch_size, n_workers, inception=None):
     """Evaluate a run and write eval.json and pictures to its folder. Returns its row of the table,
-    its config, its log as far as curves need it, and its pictures."""
+    its config, its thinned log and its pictures."""
     model = load(out_dir, checkpoint, device)
     data = load_data(model, data_dir)
     config = model.config
@@ -298,7 +302,7 @@ def evaluate_run(out_dir, checkpoint, data_dir, device, batch_size, n_workers, i
         "s_per_step": config["seconds"] / config["step"],
     }
     write(os.path.join(out_dir, "eval.json"), json.dumps(row, indent=2))
-    pictures, log = draw_pictures(model, data, device), curves_of(out_dir)
+    pictures, log = draw_pictures(model, data, device), read_log(log_path(out_dir))
     pictures["curves.png"] = draw_curves({row["run"]: [log]})
     if counts is not None:
         pictures["codes.png"] = draw_codes(counts)
@@ -306,7 +310,7 @@ def evaluate_run(out_dir, checkpoint, data_dir, device, batch_size, n_workers, i
         save_picture(os.path.join(out_dir, name), picture)
     if skipped := data.n_val - metrics["examples"]:
         print(f"{out_dir}: {skipped} files could not be decoded and were left out")
-    return {"row": row, "config": config, "log": log, "pictures": pictures}
+    return {"row": row, "config": config, "log": thinned(log), "pictures": pictures}
 
 
 def report(
