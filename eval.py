@@ -94,10 +94,14 @@ def read_record(path):
     """The runs in a file written with --record: a list of what evaluate_run returns."""
     try:
         with open(path, encoding="utf-8") as file:
-            runs = [json.loads(line) for line in file]
-        return [{key: run[key] for key in RECORDED} for run in runs]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is not a record of runs, as --record=FILE writes it") from None
+            runs = [{key: run[key] for key in RECORDED} for run in map(json.loads, file)]
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        runs = []
+    if not runs:
+        raise UserError(f"{path} is not a record of runs, as --record=FILE writes it")
+    return runs
 
 
 # ---------------------------------------------------------------------------------------------

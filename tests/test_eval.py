@@ -324,7 +324,8 @@ def test_one_line_leaves_out_what_a_method_does_not_have():
         (("nowhere", "--device=cuba"), "cuba"),
         (("nowhere", "--batch_size=0"), "batch_size"),
         (("nowhere", "--record=x.json"), "must end in .jsonl"),
-        (("nowhere.jsonl",), "nowhere.jsonl is not a record of runs"),
+        (("nowhere.jsonl",), "nowhere.jsonl: No such file"),
+        (("EMPTY.jsonl",), "EMPTY.jsonl is not a record of runs"),
         (("RUN/log.jsonl",), "log.jsonl is not a record of runs"),
         (("RUN", "COPY", "--curves=/dev/null/x.png"), "/dev/null"),
         (("RUN", "--data_dir=nowhere", "--checkpoint=worst"), "worst.pt does not exist"),
@@ -332,9 +333,10 @@ def test_one_line_leaves_out_what_a_method_does_not_have():
 )
 def test_a_bad_call_is_refused_in_one_line(arguments, match, finished_run, tmp_path):
     if "COPY" in arguments:
-        shutil.copytree(finished_run, tmp_path / "copy")
-    names = {"RUN": str(finished_run), "COPY": str(tmp_path / "copy")}
-    words = (re.sub("RUN|COPY", lambda found: names[found[0]], word) for word in arguments)
+        shutil.copytree(finished_run, tmp_path / "COPY")
+    (tmp_path / "EMPTY.jsonl").touch()
+    names = {"RUN": finished_run, "COPY": tmp_path / "COPY", "EMPTY": tmp_path / "EMPTY"}
+    words = (re.sub("RUN|COPY|EMPTY", lambda word: str(names[word[0]]), w) for w in arguments)
     assert_one_line(run_here("eval.py", *words), match)
 
 
