@@ -371,7 +371,7 @@ def group_by_seed(runs, per_run=False):
     no_matter |= {"step", "seconds"}  # of the best checkpoint
     groups = {}
     for i, run in enumerate(runs):
-        settings = {k: v for k, v in run["config"].items() if k not in no_matter}
+        settings = sorted((k, v) for k, v in run["config"].items() if k not in no_matter)
         groups.setdefault(i if per_run else repr(settings), []).append(run)
     return list(groups.values())
 

@@ -244,6 +244,9 @@ def test_where_a_run_lies_and_how_it_was_started_changes_no_result():
     settings = [{}, {"data_dir": "/x"}, {"resume": True}, {"overwrite": True}, {"n_workers": 3}]
     assert len(grouped(*(made_up(i, **s) for i, s in enumerate(settings)))) == 1
     assert len(grouped(*(made_up(i) for i in range(5)), per_run=True)) == 5
+    backwards = made_up(5)
+    backwards["config"] = dict(reversed(backwards["config"].items()))
+    assert len(grouped(made_up(0), backwards)) == 1
 
 
 def test_a_table_shows_means_with_deviations_and_a_dash_where_there_is_no_number(capsys):
