@@ -302,21 +302,39 @@ class TokenEncoder(nn.Module):
             self.usage.index_add_(0, z, torch.ones_like(z))
 
 
+class Head(nn.Linear):
+    """Logits of the V values, (..., H) -> (..., V), with a scale common to all of them.
+
+    The scale, 1 / temperature, says how sharp q is. It adds nothing that weights and bias could not
+    express, but as one number it can be learned fast and with little noise (`scale_lr`). Ours, not
+    the paper's.
+    """
+
+    def __init__(self, width, vocab_size):
+        super().__init__(width, vocab_size)
+        self.log_scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, h):
+        scale = self.log_scale.exp()
+        return F.linear(h * scale, self.weight, self.bias * scale)
+
+
 class TiedHead(nn.Module):
     """Logits of the V values as products with the decoder's vectors, so that what is learned about
     one value carries over to those that decode alike. The decoder's table gets no gradient from
-    here. Ours, not the paper's."""
+    here. The scale is that of Head. Ours, not the paper's."""
 
     def __init__(self, width, table):
         super().__init__()
         self.table = [table]  # in a list: it belongs to the decoder, not to this module
         self.query = nn.Linear(width, width)
         self.bias = nn.Parameter(torch.zeros(table.num_embeddings))
+        self.log_scale = nn.Parameter(torch.zeros(()))
         init_weights(self, embedding_std=0)
 
     def forward(self, h):
-        table = self.table[0].weight.detach()  # (V, H)
-        return F.linear(self.query(h) * table.size(1) ** -0.5, table, self.bias)
+        table, scale = self.table[0].weight.detach(), self.log_scale.exp()  # (V, H), ()
+        return F.linear(self.query(h) * (scale * table.size(1) ** -0.5), table, self.bias * scale)
 
 
 class AutoregressiveEncoder(TokenEncoder):
@@ -341,7 +359,7 @@ class AutoregressiveEncoder(TokenEncoder):
         self.register_buffer("positions", sinusoids(n_tokens, width), persistent=False)
         self.blocks = nn.ModuleList(CodeBlock(width, n_heads, mlp_ratio) for _ in range(n_layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocab_size)
+        self.head = Head(width, vocab_size)
         init_weights(self, embedding_std=width**-0.5)
 
     def forward(self, x, n_samples, noise=None, with_kl=False):
@@ -481,6 +499,7 @@ class StaticSampler(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear) or module in tables:
                 module.to(memory[0][0].dtype)
+        self.head.log_scale.data = self.head.log_scale.data.float()  # all logits depend on it
         # One token longer than needed: a window of the whole cache would be compiled separately.
         self.caches = nn.ModuleList(KVCache(N * K, B + 1, like=k) for k, _ in memory)
         self.register_buffer("memory", torch.stack([torch.stack(kv) for kv in memory]))
@@ -529,7 +548,7 @@ class OnePassEncoder(TokenEncoder):
     def __init__(self, x_shape, n_tokens, vocab_size, width, *size):
         super().__init__(n_tokens, vocab_size, width)
         self.patch_encoder = PatchEncoder(x_shape, n_tokens, width, *size)
-        self.head = nn.Linear(width, vocab_size)
+        self.head = Head(width, vocab_size)
         init_weights(self, embedding_std=width**-0.5)
 
     def forward(self, x, n_samples, noise=None, with_kl=False):
@@ -965,7 +984,7 @@ def split_values(model, optimizer, generator, rare=0.05, noise=0.2):
         for rows in (t, state.get("exp_avg"), state.get("exp_avg_sq")):
             if rows is not None:
                 rows[:V] = rows[source]
-    encoder.head.bias.sub_(copies.log())
+    encoder.head.bias.sub_(copies.log() / encoder.head.log_scale.exp())
     extra = torch.randn(len(dead), table.size(1), generator=generator).to(table.device)
     table[dead] += scale * extra
     return len(dead)
@@ -973,13 +992,13 @@ def split_values(model, optimizer, generator, rare=0.05, noise=0.2):
 
 def n_parameters(model):
     """Number of parameters of the recognition and the generative model, the latter with the code
-    vectors; parameters used only in training (eta, a value function) are not counted."""
+    vectors; eta, a value function and the scale of logits, which they need not have, are not."""
     learned = dict(model.named_parameters())
     if hasattr(model, "codebook"):
         learned["codebook"] = model.codebook  # a buffer if it is a running mean
     sizes = {"encoder": 0, "decoder": 0}
     for name, p in learned.items():
-        if not name.startswith(("log_eta", "value.")):
+        if not name.startswith(("log_eta", "value.")) and not name.endswith("log_scale"):
             part = "encoder" if name.startswith(("encoder.", "posterior.")) else "decoder"
             sizes[part] += p.numel()
     return sizes["encoder"], sizes["decoder"]

@@ -97,6 +97,7 @@ max_steps = 2000  # optimizer steps; all schedules end here
 batch_size = 128  # N, over all processes together
 lr = 6e-3  # highest learning rate of AdamW
 encoder_lr = 1.0  # learning rate of the encoder, as a multiple of lr
+scale_lr = 0.0  # that of the scale of its logits, 1 / temperature, as a multiple of lr; 0: fixed
 lr_schedule = "cosine"  # cosine: down to lr_final at the last step; constant
 lr_final = 0.0  # lowest learning rate of the cosine
 warmup_steps = 50  # steps of linear warm-up
@@ -129,7 +130,7 @@ out_dir = settings["out_dir"] = os.path.expanduser(out_dir or f"out/{dataset}_{m
 counts = "n_tokens n_heads n_layers mlp_ratio decoder_layers n_samples mc_samples ppo_epochs "
 counts += "max_steps batch_size accumulate max_skipped eval_interval log_interval"
 amounts = "beta_init beta_final commitment recompute n_workers eval_examples lr_final warmup_steps "
-amounts += "weight_decay grad_clip seed credit_window split_interval"
+amounts += "weight_decay grad_clip seed credit_window split_interval scale_lr"
 shares = world_size * accumulate
 scores_codes = method in ("daps", "rloo", "ppo")
 require(
@@ -203,26 +204,29 @@ elif resume and os.path.exists(config_path) and not overwrite:  # stopped before
         check_same_run(out_dir, settings, json.load(file), may_differ)
 
 # ---------------------------------------------------------------------------------------------
-# Data, model and optimizer. log_eta, if trained by gradient, has its own learning rate, no weight
-# decay and no clipping.
+# Data, model and optimizer. The parts of the model have learning rates of their own; log_scale and
+# log_eta, if trained by gradient, have no weight decay, and log_eta no clipping.
 data = load_dataset(dataset, data_dir, image_size).to(device)
 torch.manual_seed(seed)
 raw_model = build_model(settings, data.shape).to(device)
 for module in raw_model.modules():
     if hasattr(module, "standardise"):
         module.standardise(*data.input_scale())
-named = list(raw_model.named_parameters())
-weights = [p for name, p in named if name != "log_eta"]
+groups = {"log_eta": [], "log_scale": [], "encoder": [], "": []}  # "": all others
+for name, p in raw_model.named_parameters():
+    groups[next(g for g in groups if name.startswith(g) or name.endswith(g))].append(p)
 optimizer = torch.optim.AdamW(
     [
-        {"params": [p for name, p in named if name.startswith("encoder.")]},
-        {"params": [p for name, p in named if not name.startswith(("encoder.", "log_eta"))]},
-        {"params": [p for name, p in named if name == "log_eta"], "weight_decay": 0.0, "lr": 1e-3},
+        {"params": groups[""], "rate": 1.0},  # rate: a multiple of the scheduled learning rate
+        {"params": groups["encoder"], "rate": encoder_lr},
+        {"params": groups["log_scale"], "rate": scale_lr, "weight_decay": 0.0},
+        {"params": groups["log_eta"], "lr": 1e-3, "weight_decay": 0.0},
     ],
     lr=lr,
     weight_decay=weight_decay,
     fused=True,
 )
+weights = [p for group in optimizer.param_groups[:-1] for p in group["params"]]  # not log_eta
 progress = {"step": 0, "best": -math.inf, "skipped": 0, "n_split": 0, "seconds": 0.0}
 if saved:
     restore(last_path, saved, model=raw_model, optimizer=optimizer)
@@ -323,8 +327,9 @@ while step < max_steps:
     beta = torch.full((), anneal(beta_init, beta_final, step), device=device)
     if raw_model.tau is not None:
         raw_model.tau.fill_(anneal(tau_init, tau_final, step))
-    rate = optimizer.param_groups[1]["lr"] = learning_rate(step)
-    optimizer.param_groups[0]["lr"] = rate * encoder_lr
+    rate = learning_rate(step)
+    for group in optimizer.param_groups[:-1]:  # all but log_eta's
+        group["lr"] = rate * group["rate"]
     x = data.standardise(next(batches))  # (N, *shape)
     shape = raw_model.noise_shape
     noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, shape, **share, device=device)

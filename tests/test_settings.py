@@ -94,6 +94,7 @@ CHANGES = {
     "max_steps": ("", "4"),
     "batch_size": ("", "8"),
     "encoder_lr": ("", "0.5"),
+    "scale_lr": ("", "0.5"),
     "lr": ("", "1e-3"),
     "lr_schedule": ("", "constant"),
     "lr_final": ("", "1e-3"),
@@ -173,13 +174,19 @@ def test_a_setting_changes_the_run(key, small, base, tmp_path):
     assert changed[0] != rows or not same(changed[1], model)
 
 
-def test_the_rate_of_the_encoder_is_its_own(small, tmp_path):
-    """With a rate of almost nothing, only the decoder learns between step 1 and step 3."""
-    options = "encoder_lr=1e-12 split_interval=0 max_steps="
+@pytest.mark.parametrize("scale_lr", (0, 1))
+def test_the_rates_of_the_encoder_and_of_the_scale_of_its_logits_are_their_own(
+    scale_lr, small, tmp_path
+):
+    """With a rate of almost nothing for the encoder, only the decoder and, if it has a rate, the
+    scale learn between step 1 and step 3."""
+    options = f"encoder_lr=1e-12 scale_lr={scale_lr} split_interval=0 max_steps="
     (_, one), (_, three) = (result(small, f"{options}{n}", tmp_path / n) for n in "13")
+    learn = ("decoder.", "encoder.head.log_scale")[: 1 + scale_lr]
     for name, p in one.items():
         moved = (three[name] - p).abs().max() > 1e-5
-        assert moved == name.startswith("decoder.") or name == "log_eta", name
+        assert moved == name.startswith(learn) or name == "log_eta", name
+    assert (three["encoder.head.log_scale"] == 0) == (scale_lr == 0)
 
 
 @pytest.mark.parametrize("key", NO_CHANGE)

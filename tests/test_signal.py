@@ -1,4 +1,5 @@
-"""Credit per token, k-means start and splitting: what they change, and what they must not."""
+"""Credit per token, k-means start, splitting and the scale of logits: what they change, and what
+they must not."""
 
 import math
 
@@ -215,11 +216,14 @@ def test_values_start_as_clusters_of_what_the_encoder_sees(method, tied):
     assert entropy == pytest.approx(math.log(12) / 3, rel=1e-3)
 
 
+@pytest.mark.parametrize("tied", (False, True))
 @torch.no_grad()
-def test_the_centre_is_subtracted_wherever_an_autoregressive_encoder_makes_logits():
+def test_centre_and_scale_apply_wherever_an_autoregressive_encoder_makes_logits(tied):
     """All codes at once, token by token with a cache, in a compiled step, and with gradient."""
-    encoder, generator = model_of("daps", False)[0].encoder, torch.Generator().manual_seed(0)
+    encoder, generator = model_of("daps", tied)[0].encoder, torch.Generator().manual_seed(0)
     encoder.centre.normal_(generator=generator)
+    encoder.head.bias.normal_(generator=generator)
+    encoder.head.log_scale.fill_(0.5)
     x, noise = (torch.rand(*s, generator=generator) for s in ((3, 1, 28, 28), (3, 5, 4)))
     patches = encoder.patch_encoder(x)
     z = encoder.sample_codes(patches, 5, noise)
@@ -229,6 +233,11 @@ def test_the_centre_is_subtracted_wherever_an_autoregressive_encoder_makes_logit
     torch.testing.assert_close(encoder.relaxed(x, one_code)[1], logits[:, 0], rtol=1e-4, atol=1e-5)
     encoder.compile_sampler(backend="eager")
     assert torch.equal(encoder.sample_codes(patches, 5, noise), z)
+    encoder.head.log_scale.fill_(0.0)
+    torch.testing.assert_close(
+        encoder.logits(patches, z) * math.exp(0.5), logits, rtol=1e-4, atol=1e-5
+    )
+    encoder.head.log_scale.fill_(0.5)
     encoder.centre.zero_()
     assert not torch.allclose(encoder.logits(patches, z), logits)
 
@@ -252,6 +261,7 @@ def after_one_step(method, tied):
     x, noise = torch.rand(6, 1, 28, 28).round(), torch.rand(6, *model.noise_shape)
     model(x, 0.1, noise=noise)[0].backward()
     optimizer.step()
+    model.encoder.head.log_scale.data.fill_(0.7)  # what holds must hold for any scale
     return model.eval(), optimizer, x
 
 
