@@ -378,6 +378,8 @@ while step < max_steps:
             values /= world_size
         if is_main:
             row = dict(zip(["loss", *metrics], values.tolist(), strict=True))
+            for p in groups["log_scale"]:  # one, or none
+                row["scale"] = p.exp().item()
             counters = {key: progress[key] for key in ("skipped", "n_split")}
             log("train", row | dict(lr=rate, grad_norm=grad_norm) | counters)
             shown = ("reward", "kl", "ess", "eta", "beta")

@@ -1,17 +1,22 @@
 #!/usr/bin/env bash
-# CIFAR-10, 1,500 steps of 32 images, 576 bits. SEEDS="0 1" for two seeds.
+# CIFAR-10, 1,500 steps of 32 images, and 4,000 for two methods, 576 bits. SEEDS="0 1" for two seeds.
 cd "$(dirname "$0")/.."
 . experiments/run.bash
 
 for seed in ${SEEDS:-0}; do
   cifar() { # cifar OUT METHOD LR [FILE or SETTING ...]
     run "cifar10/$1_s$seed" "cifar10_$2" config/short.py --batch_size=32 --max_steps=1500 \
-      --eval_examples=1000 --lr="$3" --seed="$seed" "${@:4}"
+      --eval_examples=1000 --eval_interval=250 --lr="$3" --seed="$seed" "${@:4}"
   }
+  gumbel="gumbel_na 3e-3 config/ours_64.py --encoder_lr=0.25 --scale_lr=1"
   cifar daps_na daps_na 4e-3 config/ours_64.py
-  cifar gumbel_na gumbel_na 3e-3 config/ours_64.py --encoder_lr=0.25
+  cifar gumbel_na $gumbel
   cifar vqvae vqvae 1e-3
   cifar daps daps 4e-3 config/ours_64.py
+  cifar daps_na_4000 daps_na 4e-3 config/ours_64.py --max_steps=4000
+  cifar gumbel_na_4000 $gumbel --max_steps=4000
+  cifar no_scale daps_na 4e-3 config/ours_64.py --scale_lr=0
+  cifar gumbel_na_no_scale $gumbel --scale_lr=0
   cifar whole_codes daps_na 4e-3 config/ours_64.py --credit_window=0
   cifar gumbel_na_plain gumbel_na 3e-3
   cifar gumbel_na_splits gumbel_na 3e-3 --split_interval=50

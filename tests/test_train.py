@@ -66,6 +66,7 @@ def test_every_method_trains_resumes_exactly_and_is_evaluated(method, forker, tm
         "--mc_samples=4",
         "--split_interval=4",
         "--kmeans_start=True",
+        "--scale_lr=2",
     )
     settings += (f"--method={method}", "--fsq_levels=8 4")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
