@@ -203,7 +203,9 @@ class PPO(Method):
 
     The advantage is log p(x|z) minus a learned value of x, standardised over the batch as is usual
     for PPO; the entropy bonus beta is divided by the same scale, so that the two keep their ratio
-    in the ELBO. The value is learned relative to a running mean and scale of the rewards.
+    in the ELBO. As usual for PPO, that bonus is not part of the reward: what a token does to the
+    entropy of later ones is dropped. The value is learned relative to a running mean and scale of
+    the rewards.
     """
 
     def __init__(self, encoder, decoder, width, n_samples=8, n_epochs=4, clip=0.2):

@@ -41,7 +41,7 @@ def write(path, content):
 
 
 def cannot_write(path, error):
-    untouched = "what was there before is untouched: make room, then add --resume=True"
+    untouched = "what was there before is untouched: make room; a run continues with --resume=True"
     raise UserError(f"{path} could not be written ({error.strerror or error}); {untouched}")
 
 
@@ -86,7 +86,7 @@ def check_same_run(out_dir, now, then, may_differ):
 
 def claim(out_dir, paths, resume, overwrite):
     """Make out_dir and lock it for the life of this process. If any of these paths exists in it, it
-    is refused, unless to resume or to overwrite. Returns the lock, which must be kept."""
+    is refused unless resuming or overwriting. Returns the lock, which must be kept."""
     if not (resume or overwrite) and any(map(os.path.exists, paths)):
         raise UserError(f"out_dir {out_dir} holds a run: add --resume=True or --overwrite=True")
     try:

@@ -315,7 +315,7 @@ def fetch(path, urls, sha256):
     errors = "; ".join(f"{url}: {error}" for url, error in errors.items())
     raise UserError(
         f"{name} is not in {folder} and no mirror delivered it ({errors}); put the file there by "
-        "hand, set --data_dir to where it is, or take --dataset=glyphs, which needs no files"
+        "hand, set --data_dir to where it is, or use --dataset=glyphs, which needs no files"
     )
 
 

@@ -341,7 +341,7 @@ def report(
         else:
             options = (device, batch_size, n_workers, inception)
             runs.append(evaluate_run(source, checkpoint, data_dir, *options))
-    runs = list({run["row"]["run"]: run for run in runs}.values())  # the later of two of one name
+    runs = list({run["row"]["run"]: run for run in runs}.values())  # the later of two namesakes
     groups = group_by_seed(runs, per_run)
     print_table([summary([run["row"] for run in group]) for group in groups])
     if inception is None and any("fid" in run["row"] for run in runs):
@@ -368,7 +368,7 @@ def report(
 def group_by_seed(runs, per_run=False):
     """Lists of runs that differ only in their seed and in settings that change no result."""
     no_matter = {"seed", "out_dir", "data_dir", "resume", "overwrite", "wandb_log", "n_workers"}
-    no_matter |= {"step", "seconds"}  # of the best checkpoint
+    no_matter |= {"eval_interval", "log_interval", "step", "seconds"}  # of the best checkpoint
     groups = {}
     for i, run in enumerate(runs):
         settings = sorted((k, v) for k, v in run["config"].items() if k not in no_matter)
@@ -383,13 +383,15 @@ def label(group):
 
 
 def summary(group):
-    """One row for a group of rows: mean and standard deviation of every float."""
+    """One row for a group of rows: mean and standard deviation of every float that all have."""
     if len(group) == 1:
         return group[0]
     row = group[0] | {"n": len(group), "run": os.path.commonprefix([r["run"] for r in group]) + "*"}
-    for key, value in group[0].items():
-        if isinstance(value, float):
-            values = [other[key] for other in group]
+    for key in group[0].keys() - {"run"}:
+        values = [other.get(key) for other in group]
+        if None in values:  # such as FID, if it was not computed for all
+            row[key] = None
+        elif isinstance(values[0], float):
             row[key] = statistics.mean(values)
             row[f"{key} std"] = statistics.stdev(values)
     return row

@@ -498,8 +498,7 @@ class StaticSampler(nn.Module):
         self.embed, self.blocks, self.norm, self.head, *tables = self.parts
         for module in self.modules():
             if isinstance(module, nn.Linear) or module in tables:
-                module.to(memory[0][0].dtype)
-        self.head.log_scale.data = self.head.log_scale.data.float()  # all logits depend on it
+                module.weight.data = module.weight.data.to(memory[0][0].dtype)
         # One token longer than needed: a window of the whole cache would be compiled separately.
         self.caches = nn.ModuleList(KVCache(N * K, B + 1, like=k) for k, _ in memory)
         self.register_buffer("memory", torch.stack([torch.stack(kv) for kv in memory]))
@@ -946,11 +945,11 @@ def start_from_clusters(model, x, generator, entropy=1 / 3):
         s = math.sqrt(low * high)
         found = torch.special.entr((s * scores).softmax(dim=-1)).sum(dim=-1).mean().item()
         low, high = (s, high) if found > entropy * math.log(encoder.vocab_size) else (low, s)
-    scale = centres.square().mean().sqrt()
-    model.decoder.embed.weight.copy_(centres / scale)
+    rms = centres.square().mean().sqrt()
+    model.decoder.embed.weight.copy_(centres / rms)
     head.bias.copy_(-s * offset)
     if isinstance(head, TiedHead):
-        nn.init.eye_(head.query.weight).mul_(s * scale * h.size(1) ** 0.5)
+        nn.init.eye_(head.query.weight).mul_(s * rms * h.size(1) ** 0.5)
         nn.init.zeros_(head.query.bias)
     else:
         head.weight.copy_(s * centres)
@@ -974,7 +973,7 @@ def split_values(model, optimizer, generator, rare=0.05, noise=0.2):
         source[v] = u = max(range(V), key=lambda i: count[i] / copies[i])
         copies[u] += 1
     encoder.usage.zero_()
-    scale = noise * table.std()
+    spread = noise * table.std()
     source = torch.tensor(source, device=table.device)
     copies = torch.tensor(copies, device=table.device)[source]
     tables = [encoder.head.bias, table, getattr(encoder.head, "weight", None)]
@@ -986,13 +985,13 @@ def split_values(model, optimizer, generator, rare=0.05, noise=0.2):
                 rows[:V] = rows[source]
     encoder.head.bias.sub_(copies.log() / encoder.head.log_scale.exp())
     extra = torch.randn(len(dead), table.size(1), generator=generator).to(table.device)
-    table[dead] += scale * extra
+    table[dead] += spread * extra
     return len(dead)
 
 
 def n_parameters(model):
     """Number of parameters of the recognition and the generative model, the latter with the code
-    vectors; eta, a value function and the scale of logits, which they need not have, are not."""
+    vectors. Eta, a value function and the scale of the logits are not counted."""
     learned = dict(model.named_parameters())
     if hasattr(model, "codebook"):
         learned["codebook"] = model.codebook  # a buffer if it is a running mean

@@ -97,7 +97,7 @@ max_steps = 2000  # optimizer steps; all schedules end here
 batch_size = 128  # N, over all processes together
 lr = 6e-3  # highest learning rate of AdamW
 encoder_lr = 1.0  # learning rate of the encoder, as a multiple of lr
-scale_lr = 0.0  # that of the scale of its logits, 1 / temperature, as a multiple of lr; 0: fixed
+scale_lr = 0.0  # learning rate of the logits' scale (1 / temperature), as a multiple of lr; 0: off
 lr_schedule = "cosine"  # cosine: down to lr_final at the last step; constant
 lr_final = 0.0  # lowest learning rate of the cosine
 warmup_steps = 50  # steps of linear warm-up
@@ -215,11 +215,13 @@ for module in raw_model.modules():
 groups = {"log_eta": [], "log_scale": [], "encoder": [], "": []}  # "": all others
 for name, p in raw_model.named_parameters():
     groups[next(g for g in groups if name.startswith(g) or name.endswith(g))].append(p)
+for p in groups["log_scale"]:  # one, or none
+    p.requires_grad_(scale_lr > 0)
 optimizer = torch.optim.AdamW(
     [
-        {"params": groups[""], "rate": 1.0},  # rate: a multiple of the scheduled learning rate
-        {"params": groups["encoder"], "rate": encoder_lr},
-        {"params": groups["log_scale"], "rate": scale_lr, "weight_decay": 0.0},
+        {"params": groups[""], "multiple": 1.0},  # of the scheduled learning rate
+        {"params": groups["encoder"], "multiple": encoder_lr},
+        {"params": groups["log_scale"], "multiple": scale_lr, "weight_decay": 0.0},
         {"params": groups["log_eta"], "lr": 1e-3, "weight_decay": 0.0},
     ],
     lr=lr,
@@ -329,7 +331,7 @@ while step < max_steps:
         raw_model.tau.fill_(anneal(tau_init, tau_final, step))
     rate = learning_rate(step)
     for group in optimizer.param_groups[:-1]:  # all but log_eta's
-        group["lr"] = rate * group["rate"]
+        group["lr"] = rate * group["multiple"]
     x = data.standardise(next(batches))  # (N, *shape)
     shape = raw_model.noise_shape
     noise = uniform_noise(TRAIN_NOISE, seed, step, batch_size, shape, **share, device=device)
@@ -378,7 +380,7 @@ while step < max_steps:
             values /= world_size
         if is_main:
             row = dict(zip(["loss", *metrics], values.tolist(), strict=True))
-            for p in groups["log_scale"]:  # one, or none
+            for p in groups["log_scale"]:
                 row["scale"] = p.exp().item()
             counters = {key: progress[key] for key in ("skipped", "n_split")}
             log("train", row | dict(lr=rate, grad_norm=grad_norm) | counters)
@@ -410,7 +412,7 @@ while step < max_steps:
 bar.close()
 if world_size > 1:
     dist.destroy_process_group()
-stop.advice = "all steps are done; the same command with --resume=True makes table and pictures"
+stop.advice = "all steps are done; the same command with --resume=True prints the table"
 if stop.number:  # in the last evaluation
     stop.exit(stop.advice)
 if is_main:

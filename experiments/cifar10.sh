@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# CIFAR-10, 1,500 steps of 32 images, and 4,000 for two methods, 576 bits. SEEDS="0 1" for two seeds.
+# CIFAR-10, 1,500 steps of 32 images, and 3,000 for two methods, 576 bits. SEEDS="0 1" for two seeds.
 cd "$(dirname "$0")/.."
 . experiments/run.bash
 
@@ -8,16 +8,17 @@ for seed in ${SEEDS:-0}; do
     run "cifar10/$1_s$seed" "cifar10_$2" config/short.py --batch_size=32 --max_steps=1500 \
       --eval_examples=1000 --eval_interval=250 --lr="$3" --seed="$seed" "${@:4}"
   }
-  gumbel="gumbel_na 3e-3 config/ours_64.py --encoder_lr=0.25 --scale_lr=1"
-  cifar daps_na daps_na 4e-3 config/ours_64.py
+  ours="config/ours_64.py --beta_init=0.5"
+  gumbel="gumbel_na 3e-3 $ours --encoder_lr=0.25 --scale_lr=1"
+  cifar daps_na daps_na 4e-3 $ours
   cifar gumbel_na $gumbel
   cifar vqvae vqvae 1e-3
-  cifar daps daps 4e-3 config/ours_64.py
-  cifar daps_na_4000 daps_na 4e-3 config/ours_64.py --max_steps=4000
-  cifar gumbel_na_4000 $gumbel --max_steps=4000
-  cifar no_scale daps_na 4e-3 config/ours_64.py --scale_lr=0
+  cifar daps daps 4e-3 $ours
+  cifar daps_na_3000 daps_na 4e-3 $ours --max_steps=3000
+  cifar gumbel_na_3000 $gumbel --max_steps=3000
+  cifar no_scale daps_na 4e-3 $ours --scale_lr=0
   cifar gumbel_na_no_scale $gumbel --scale_lr=0
-  cifar whole_codes daps_na 4e-3 config/ours_64.py --credit_window=0
+  cifar whole_codes daps_na 4e-3 $ours --credit_window=0
   cifar gumbel_na_plain gumbel_na 3e-3
   cifar gumbel_na_splits gumbel_na 3e-3 --split_interval=50
   splits="config/ours.py --beta_init=0.5"

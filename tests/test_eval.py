@@ -242,6 +242,7 @@ def test_a_run_with_any_other_setting_is_not_averaged_in(other):
 
 def test_where_a_run_lies_and_how_it_was_started_changes_no_result():
     settings = [{}, {"data_dir": "/x"}, {"resume": True}, {"overwrite": True}, {"n_workers": 3}]
+    settings += [{"eval_interval": 7}, {"log_interval": 7}]
     assert len(grouped(*(made_up(i, **s) for i, s in enumerate(settings)))) == 1
     assert len(grouped(*(made_up(i) for i in range(5)), per_run=True)) == 5
     backwards = made_up(5)
@@ -308,6 +309,15 @@ def test_a_group_of_runs_without_a_kl_has_none_in_its_mean():
     assert summary(group) == {
         "run": "out/vq*", "n": 2, "kl": None, "psnr": 18.5, "psnr std": pytest.approx(0.5**0.5)
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("fids", [(150.0, None), (None, 150.0), (150.0, "left out")])
+def test_a_number_that_only_some_runs_of_a_group_have_is_not_averaged(fids):
+    group = [{"run": f"out/c{i}", "psnr": 22.0, "fid": fid} for i, fid in enumerate(fids)]
+    if fids[1] == "left out":
+        del group[1]["fid"]
+    row = summary(group)
+    assert row["fid"] is None and row["psnr"] == 22.0
 
 
 def test_one_line_leaves_out_what_a_method_does_not_have():

@@ -324,6 +324,8 @@ def test_the_static_sampler_draws_the_codes_of_the_plain_loop(kind, dtype, fresh
     tables = [torch.nn.Embedding(4, 32)] if kind == "tied" else []
     if tables:
         plain.head = TiedHead(32, *tables)
+    plain.head.log_scale.data.fill_(0.3)
+    plain.head.bias.data.normal_(std=0.3)
     static, names, all_codes = copy.deepcopy(plain), list(plain.state_dict()), []
     if tables:
         static.head.table = tables
@@ -343,6 +345,20 @@ def test_the_static_sampler_draws_the_codes_of_the_plain_loop(kind, dtype, fresh
         static.load_state_dict(plain.state_dict())
     assert len(torch.cat(all_codes).flatten(0, 1).unique(dim=0)) > 12
     assert list(static.state_dict()) == names  # it is not part of a checkpoint
+
+
+@torch.no_grad()
+def test_the_static_sampler_rounds_logits_to_bfloat16_just_as_scoring_does(fresh_dynamo):
+    """Large biases, as after a k-means start: rounded once more, logits would be off by 0.2."""
+    model = encoder("plain", n_tokens=7, vocab_size=64, n_layers=1)
+    model.head.bias.normal_(std=20)
+    model.head.log_scale.fill_(0.5)
+    model.compile_sampler(backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        model.sample(torch.rand(2, *X_SHAPE), 3)
+        (sampler,) = model.static_samplers.values()
+        h = torch.randn(10, 32)
+        assert torch.equal(sampler.head(h), model.head(h))
 
 
 def test_a_batch_that_is_not_finite_leaves_nothing_behind_in_the_static_sampler(fresh_dynamo):
