@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# CIFAR-10, 1,500 steps of 32 images, and 3,000 for two methods, 576 bits. SEEDS="0 1" for two seeds.
+# CIFAR-10, 1,500 steps of 32 images, and 10,000 for three runs, 576 bits. SEEDS="0 1" for two seeds.
 cd "$(dirname "$0")/.."
 . experiments/run.bash
 
@@ -14,8 +14,9 @@ for seed in ${SEEDS:-0}; do
   cifar gumbel_na $gumbel
   cifar vqvae vqvae 1e-3
   cifar daps daps 4e-3 $ours
-  cifar daps_na_3000 daps_na 4e-3 $ours --max_steps=3000
-  cifar gumbel_na_3000 $gumbel --max_steps=3000
+  cifar daps_na_10000 daps_na 4e-3 $ours --max_steps=10000
+  cifar gumbel_na_10000 $gumbel --max_steps=10000
+  cifar plain_10000 daps_na 2e-3 --max_steps=10000
   cifar no_scale daps_na 4e-3 $ours --scale_lr=0
   cifar gumbel_na_no_scale $gumbel --scale_lr=0
   cifar whole_codes daps_na 4e-3 $ours --credit_window=0

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The learning rate of each method: three rates at 3,000 steps on MNIST.
+# The learning rate of each method: four rates at 3,000 steps on MNIST.
 cd "$(dirname "$0")/.."
 . experiments/run.bash
 
-for lr in 3e-3 6e-3 1.2e-2; do
+for lr in 1.5e-3 3e-3 6e-3 1.2e-2; do
   for method in vqvae fsq gumbel_na reinmax_na gaussian gumbel; do
     run "lr/${method}_$lr" "mnist_$method" config/short.py --lr="$lr"
   done
