@@ -366,9 +366,11 @@ def report(
 
 
 def group_by_seed(runs, per_run=False):
-    """Lists of runs that differ only in their seed and in settings that change no result."""
+    """Lists of runs that differ only in their seed and in settings that change no result (or, with
+    eval_interval, only which steps can be the best)."""
     no_matter = {"seed", "out_dir", "data_dir", "resume", "overwrite", "wandb_log", "n_workers"}
-    no_matter |= {"eval_interval", "log_interval", "step", "seconds"}  # of the best checkpoint
+    no_matter |= {"log_interval", "eval_interval"}
+    no_matter |= {"step", "seconds"}  # of the best checkpoint
     groups = {}
     for i, run in enumerate(runs):
         settings = sorted((k, v) for k, v in run["config"].items() if k not in no_matter)
