@@ -348,7 +348,7 @@ def steps():
     for dataset, name in itertools.product(model.split(), method.split()):
         label = f"{dataset} {name}"
         if dataset == "imagenet" and name in ("gumbel", "grmck"):
-            print(f"{label:22}  {'not run':>13}")  # see Limits in the README
+            print(f"{label:22}  {'not run':>13}")  # memory grows with B squared
             continue
         r = rows[label] = measure("steps", dataset, name)
         print(f"{label:22}  {BATCHES[dataset]:4}  {r['ms']:9.1f}  {r['roofline_ms']:9.1f}", end="")

@@ -76,12 +76,15 @@ def restore(path, checkpoint, **parts):
         raise UserError(f"{path} does not fit this version: {reason}") from None
 
 
-def check_same_run(out_dir, now, then, may_differ):
-    """A resumed run is the same run: refuse settings that differ from those it started with."""
+def check_same_run(out_dir, now, then, may_differ, step=0):
+    """A resumed run is the same run: refuse settings that differ from those it started with, and
+    fewer steps than it has made."""
     for key in sorted(now.keys() - may_differ):
         if then.get(key) != now[key]:
             found = f"{key} is {now[key]!r}, but the run in {out_dir} has {then.get(key, 'none')!r}"
             raise UserError(f"resume: {found}; it must stay the same")
+    if step > (last := now.get("max_steps", step)):
+        raise UserError(f"resume: {out_dir} is at step {step}, past max_steps = {last}")
 
 
 def claim(out_dir, paths, resume, overwrite):

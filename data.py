@@ -56,8 +56,7 @@ class Dataset:
     train_examples(index)  training examples (N, *shape), not yet standardised
     val_examples(index)    the same for validation, and which entries of index they are: unreadable
                            examples are left out
-    content()              arrays or bytes that are the same on all machines if the data are
-    key()                  a short text that changes when the validation set does
+    content(split)         arrays or bytes that are the same on all machines if the data are
     """
 
     slow_to_read = False  # whether reading needs worker processes
@@ -105,9 +104,8 @@ class Dataset:
         """Examples as read -> float32 on the device, standardised. Pinned memory makes the copy to
         a GPU asynchronous."""
         x = x.pin_memory() if self.mean.is_cuda else x
-        return (
-            x.to(self.mean.device, non_blocking=True).float() / self.white - self.mean
-        ) / self.std
+        x = x.to(self.mean.device, non_blocking=True).float()
+        return (x / self.white - self.mean) / self.std
 
     def unit(self, x):
         """Standardised x, rescaled so that the range of the signal is 1: pixels in [0, 1]."""
@@ -121,7 +119,12 @@ class Dataset:
         """What processes that train together must agree on."""
         sizes = {"n_train": self.n_train, "n_val": self.n_val, "the shape of x": self.shape}
         scales = {"the mean of x": self.mean.cpu(), "the scale of x": self.std.cpu()}
-        return sizes | {"the content of the data": digest(*self.content())} | scales
+        content = digest(*self.content("train"), *self.content("val"))
+        return sizes | {"the content of the data": content} | scales
+
+    def key(self):
+        """A short text that changes when the validation set does."""
+        return digest(*self.content("val"))
 
     def errors(self, x, mean):
         """More measures of how far reconstructions are from x: (N,) for each of error_names."""
@@ -159,11 +162,8 @@ class ArrayDataset(Dataset):
     def val_examples(self, index):
         return self.x_val[index], slice(None)
 
-    def content(self):
-        return self.x_train.numpy(), self.x_val.numpy()
-
-    def key(self):
-        return digest(self.x_val.numpy())
+    def content(self, split):
+        return [getattr(self, f"x_{split}").numpy()]
 
     def input_scale(self):
         if self.white > 1:
@@ -246,9 +246,9 @@ def read_ahead(read, keys, n_workers):
     if n_workers == 0 or "fork" not in multiprocessing.get_all_start_methods():
         return map(read, keys)
     loader = DataLoader(
-        ReadByKey(read),
+        keys,
         batch_size=None,
-        sampler=keys,
+        collate_fn=read,
         num_workers=n_workers,
         multiprocessing_context="fork",
         worker_init_fn=leave_signals_to_parent,
@@ -260,16 +260,6 @@ def read_ahead(read, keys, n_workers):
         return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@dataclass
-class ReadByKey:
-    """A map-style data set for DataLoader."""
-
-    read: callable
-
-    def __getitem__(self, key):
-        return self.read(key)
 
 
 def leave_signals_to_parent(worker):
@@ -349,11 +339,8 @@ def fingerprint(shape, files):
     """Changes when the files do: their names, sizes and times."""
     stats = []
     for path in files:
-        try:
-            stat = os.stat(path)
-            stats.append((path, stat.st_size, stat.st_mtime_ns))
-        except OSError:  # a broken link
-            stats.append(path)
+        stat = os.stat(path) if os.path.exists(path) else None  # a broken link
+        stats.append((path, stat.st_size, stat.st_mtime_ns) if stat else path)
     return digest(repr([shape, stats]).encode())
 
 
@@ -377,17 +364,12 @@ def glyphs(data_dir=None, n_train=20_000, n_val=2_000, seed=0):
     x = np.empty((n, 1, 28, 28), np.uint8)
     for i in range(n):
         c, s = np.cos(angle[i]), np.sin(angle[i])
-        forward = (
-            np.array([[c, -s], [s, c]]) @ np.array([[1, shear[i]], [0, 1]]) @ np.diag(scale[:, i])
-        )
+        forward = np.array([[c, -s], [s, c]]) @ [[1, shear[i]], [0, 1]] @ np.diag(scale[:, i])
         back = np.linalg.inv(forward)  # PIL maps output pixels to source pixels
         offset = 56 - back @ (14 + shift[:, i])
         coefficients = (*back[0], offset[0], *back[1], offset[1])
-        master = masters[y[i]][stroke[i]]
-        image = master.transform(
-            (28, 28), Image.Transform.AFFINE, coefficients, Image.Resampling.BICUBIC
-        )
-        x[i, 0] = np.asarray(image) > 127
+        options = (Image.Transform.AFFINE, coefficients, Image.Resampling.BICUBIC)
+        x[i, 0] = np.asarray(masters[y[i]][stroke[i]].transform((28, 28), *options)) > 127
     x, y = torch.from_numpy(x), torch.from_numpy(y.astype(np.uint8))
     return ArrayDataset("glyphs", x[:n_train], y[:n_train], x[n_train:], y[n_train:])
 
@@ -505,9 +487,7 @@ class ImageFolder(Dataset):
         self.n_train, self.n_val = len(train_files), len(val_files)
         self.shape = (3, image_size, image_size)
         # One flag per file, shared by all workers.
-        self.broken = {k: torch.zeros(len(f), dtype=torch.bool) for k, f in self.files.items()}
-        for flags in self.broken.values():
-            flags.share_memory_()
+        self.broken = {k: torch.zeros(len(f)).bool().share_memory_() for k, f in self.files.items()}
         self.mean, self.std = self.statistics()
         # Labels, if the images are in folders by class and validation has no other classes.
         folders = [
@@ -553,9 +533,8 @@ class ImageFolder(Dataset):
         x = [images[k] for k in kept] or torch.empty(0, *self.shape, dtype=torch.uint8)
         return torch.stack(x) if kept else x, kept
 
-    def content(self):
-        names = [os.path.basename(f) for files in self.files.values() for f in files]
-        return [repr(names).encode()]
+    def content(self, split):
+        return [repr([os.path.basename(f) for f in self.files[split]]).encode()]
 
     def key(self):
         return fingerprint(self.shape, self.files["val"])
@@ -679,7 +658,6 @@ class MotionDataset(Dataset):
         self.train = motion.Segments(clips["train"], stride=1)
         self.val = motion.Segments(clips["val"], stride=motion.FRAMES)
         self.n_train, self.n_val = len(self.train), len(self.val)
-        self.val_files = self.val.by_clip  # the segments of each validation file
         self.all_mean, var, span = self.train.statistics()  # (146,) each
         self.keep = var >= 1e-5
         self.shape = (motion.FRAMES, int(self.keep.sum()))
@@ -709,18 +687,11 @@ class MotionDataset(Dataset):
         features[..., self.keep] = (x.float() * self.std + self.mean).double().cpu()
         return motion.features_to_frames(features, origin)
 
-    def true_origin(self, index):
-        """Where validation segments begin, in world coordinates."""
-        return self.val.origin(index)
-
     def errors(self, x, mean):
         return motion.frame_errors(self.frames(x), self.frames(mean))
 
-    def content(self):
-        return [part.numpy() for split in (self.train, self.val) for part in split.parts]
-
-    def key(self):
-        return digest(*(part.numpy() for part in self.val.parts))
+    def content(self, split):
+        return [part.numpy() for part in getattr(self, split).parts]
 
 
 def lafan(data_dir):
@@ -742,20 +713,11 @@ def lafan(data_dir):
     return MotionDataset(cached(f"lafan_{key}.pt", features))
 
 
-DATASETS = {
-    "glyphs": glyphs,
-    "mnist": mnist,
-    "cifar10": cifar10,
-    "imagenet": imagenet,
-    "lafan": lafan,
-}
+DATASETS = {loader.__name__: loader for loader in (glyphs, mnist, cifar10, imagenet, lafan)}
 
 
 def example_shape(name, image_size):
     """The shape of one x of a data set, without reading its files."""
-    shapes = {
-        "cifar10": (3, 32, 32),
-        "imagenet": (3, image_size, image_size),
-        "lafan": (motion.FRAMES, 121),
-    }
+    shapes = {"cifar10": (3, 32, 32), "lafan": (motion.FRAMES, 121)}
+    shapes["imagenet"] = (3, image_size, image_size)
     return shapes.get(name, (1, 28, 28))

@@ -11,7 +11,6 @@ From Python, load("out/glyphs_daps") returns a model with encode(x), decode(z) a
 Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token.
 """
 
-import copy
 import json
 import math
 import os
@@ -53,12 +52,13 @@ def load_data(model, data_dir=""):
     """The data set that a model was trained on, standardised as in training, on its device."""
     config = model.config
     data_dir = data_dir or config["data_dir"] or DATA_DIR
-    data = copy.copy(load_dataset(config["dataset"], data_dir, config["image_size"]))
+    data = load_dataset(config["dataset"], data_dir, config["image_size"])
     if model.x_shape != tuple(data.shape):
         found = f"those of {data.name} in {data_dir} are {tuple(data.shape)}"
         raise UserError(f"the run was trained on examples of shape {model.x_shape}, {found}")
+    data = data.to(model.data_mean.device)  # a copy
     data.mean, data.std = model.data_mean, model.data_std
-    return data.to(model.data_mean.device)
+    return data
 
 
 def export(out_dir, checkpoint, target):
@@ -117,21 +117,11 @@ def validation_noise(model, n, rank=0, world_size=1, device="cpu"):
 @torch.no_grad()
 def evaluate(model, data, beta, batch_size, device, limit=0, n_workers=0):
     """Means over the validation set, or `limit` examples of it, with one code z ~ q(z|x) per x:
-    metrics (a dict of floats), and counts (B, V) of how often each position used each value.
-    Processes share the work.
+    metrics (a dict of floats, explained in docs/logged_metrics.md), and counts (B, V) of how often
+    each position used each value. None where there is no q (VQ-VAE, FSQ) or no discrete code.
 
-    beta_elbo   log_px - beta kl; None where there is no q (VQ-VAE, FSQ)
-    log_px      log p(x|z), nats
-    kl          KL(q(z|x) || prior), nats: exact per token given the tokens before it; or None
-    psnr        10 log10(1 / mse) per image on [0, 1] pixels, of the unclipped mean of the decoder;
-                for motion, features are divided by their range in training
-    code_usage  share of the V values that a position uses at all, mean over positions
-    perplexity  exp(entropy) of a position's marginal, mean over positions
-    cm          motion only: distance of joints from their true position, mean over joints
-    degrees     motion only: difference of joint angles, mean over joints
-    code_usage, perplexity and counts are None where the code is not discrete.
-
-    The last batch is padded with repeats, which are not counted, so compiled code sees one shape.
+    Processes share the work. The last batch is padded with repeats, which are not counted, so
+    compiled code sees one shape.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     was_training = model.training
@@ -250,16 +240,17 @@ def draw_motion(model, data, device, samples):
     the first validation file, decoded segment by segment: all of it as CSV, its start as GIF."""
 
     def in_the_world(index):
-        origin = data.true_origin(index)
+        origin = data.val.origin(index)
         return [data.frames(x, origin) for x in reconstruct(model, data, index, device)]
 
-    middles = torch.stack([segments[len(segments) // 2] for segments in data.val_files])
+    files = data.val.by_clip  # the segments of each validation file
+    middles = torch.stack([segments[len(segments) // 2] for segments in files])
     rows = []
     for name, true, ours in zip(LAFAN_VAL, *in_the_world(middles), strict=True):
         rows.append((name.replace("_subject", "\nsubject "), joint_positions(true)))
         rows.append(("decoded", joint_positions(ours)))
     drawn = [(f"sample {i + 1}", joint_positions(f)) for i, f in enumerate(samples)]
-    true, ours = (frames.flatten(0, 1) for frames in in_the_world(data.val_files[0]))
+    true, ours = (frames.flatten(0, 1) for frames in in_the_world(files[0]))
     return {
         "reconstructions.png": film(rows, range(0, FRAMES, 4)),
         "samples.png": film(drawn, range(0, FRAMES, 4)),
@@ -426,7 +417,7 @@ def print_table(rows):
     def cell(row, key, form):
         if row.get(key) is None:
             return "-"
-        spread = row.get(f"{key} std", 0) if key != "bits" else 0
+        spread = row.get(f"{key} std", 0)
         return form.format(row[key]) + (f" +- {form.format(spread)}" if spread else "")
 
     columns = {k: column for k, column in COLUMNS.items() if any(column[0] in row for row in rows)}

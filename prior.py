@@ -319,10 +319,7 @@ def train(out_dir, n_tokens, vocab_size, n_labels, codes, stop):
     if resume and os.path.exists(path):
         load_prior(out_dir)  # of the same best.pt?
         saved = load_checkpoint(path)
-        check_same_run(out_dir, settings, saved["config"], MAY_DIFFER)
-        if saved["step"] > max_steps:
-            found = f"{path} is at step {saved['step']}"
-            raise UserError(f"resume: {found}, past max_steps = {max_steps}")
+        check_same_run(out_dir, settings, saved["config"], MAY_DIFFER, saved["step"])
         restore(path, saved, model=prior, optimizer=optimizer)
         step, seconds = saved["step"], saved["seconds"]
     elif os.path.exists(path):

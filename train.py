@@ -195,10 +195,7 @@ may_differ |= {"recompute", "cuda_graphs"}
 saved = None
 if resume and os.path.exists(last_path):
     saved = load_checkpoint(last_path, ("optimizer", "n_split", "data_mean"))
-    check_same_run(out_dir, settings, saved["config"], may_differ)
-    if saved["step"] > max_steps:
-        found = f"{out_dir} is at step {saved['step']}"
-        raise UserError(f"resume: {found}, past max_steps = {max_steps}")
+    check_same_run(out_dir, settings, saved["config"], may_differ, saved["step"])
 elif resume and os.path.exists(config_path) and not overwrite:  # stopped before a checkpoint
     with open(config_path) as file:
         check_same_run(out_dir, settings, json.load(file), may_differ)

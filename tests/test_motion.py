@@ -115,7 +115,7 @@ def test_real_frames_survive_the_round_trip_and_121_features_are_left(tmp_path, 
     true = torch.from_numpy(np.concatenate(files))
     for index in torch.arange(found.n_val).split(100):
         x, _ = found.val_examples(index)
-        ours = found.frames(found.standardise(x), found.true_origin(index))  # (n, 32, 26)
+        ours = found.frames(found.standardise(x), found.val.origin(index))  # (n, 32, 26)
         theirs = true[found.val.starts[index].unsqueeze(1) + torch.arange(FRAMES)]
         assert (ours[..., :3] - theirs[..., :3]).abs().max() < 1e-4  # metres
         assert (ours[..., 7:] - theirs[..., 7:]).abs().max() < 1e-4  # radians
@@ -189,8 +189,8 @@ def test_no_segment_spans_two_files_and_all_segments_of_a_file_are_listed():
             for end, length in zip(ends, lengths, strict=True)
         )
     assert found.n_train == sum(length - FRAMES + 1 for length in lengths) and found.n_val == 4
-    assert [segments.tolist() for segments in found.val_files] == [[0], [1], [2], [3]]
-    assert [len(segments) for segments in motion_dataset(n=100).val_files] == [3, 3, 3, 3]
+    assert [segments.tolist() for segments in found.val.by_clip] == [[0], [1], [2], [3]]
+    assert [len(segments) for segments in motion_dataset(n=100).val.by_clip] == [3, 3, 3, 3]
 
 
 def test_validation_files_never_train_and_statistics_are_of_training_alone():
