@@ -200,7 +200,10 @@ class RLOO(Method):
 
 class PPO(Method):
     """Clipped surrogate: several epochs of updates on codes drawn once, via forward(..., epoch).
+    With a single epoch nothing is clipped: a policy gradient with a learned value.
 
+    Every token has a ratio of its own. The product over a code of 64 tokens would be outside the
+    clip for most codes after a single update.
     The advantage is log p(x|z) minus a learned value of x, standardised over the batch as is usual
     for PPO; the entropy bonus beta is divided by the same scale, so that the two keep their ratio
     in the ELBO. As usual for PPO, that bonus is not part of the reward: what a token does to the
@@ -222,7 +225,7 @@ class PPO(Method):
         log_px = self.decoder.log_prob(x, self.z)  # (N, K)
         self.encoder.count(self.z)
         scores = self.encoder.score(patches, self.z, with_kl=True)  # (N, K, B) each
-        log_q, kl = (t.sum(dim=-1) for t in scores)  # (N, K) each
+        log_q, kl = scores[0], scores[1].sum(dim=-1)  # (N, K, B), (N, K)
         value = self.value(patches.detach().mean(dim=1))  # (N, 1), in units of reward_std
         if epoch == 0:
             rewards = gather_batch(log_px)
@@ -235,9 +238,9 @@ class PPO(Method):
             everyone = gather_batch(advantage)
             self.scale = everyone.std() + 1e-6
             self.advantage = (advantage - everyone.mean()) / self.scale
-        ratio = (log_q - self.old_log_q).exp()
+        ratio, advantage = (log_q - self.old_log_q).exp(), self.advantage.unsqueeze(2)  # (N, K, B)
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
-        surrogate = torch.minimum(ratio * self.advantage, clipped * self.advantage).mean()
+        surrogate = torch.minimum(ratio * advantage, clipped * advantage).sum(dim=2).mean()
         kl_weight = beta / (self.scale * self.reward_std)
         loss = kl_weight * kl.mean() - surrogate - log_px.mean()
         loss = loss + (value - self.target).square().mean()

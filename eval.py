@@ -376,7 +376,8 @@ def label(group):
 
 
 def summary(group):
-    """One row for a group of rows: mean and standard deviation of every float that all have."""
+    """One row for a group of rows: mean and standard deviation of every number that all have and
+    that may differ (sizes do not, the step of the best checkpoint may)."""
     if len(group) == 1:
         return group[0]
     row = group[0] | {"n": len(group), "run": os.path.commonprefix([r["run"] for r in group]) + "*"}
@@ -384,7 +385,7 @@ def summary(group):
         values = [other.get(key) for other in group]
         if None in values:  # such as FID, if it was not computed for all
             row[key] = None
-        elif isinstance(values[0], float):
+        elif isinstance(values[0], float) or len(set(values)) > 1:
             row[key] = statistics.mean(values)
             row[f"{key} std"] = statistics.stdev(values)
     return row
@@ -404,9 +405,9 @@ COLUMNS = {
     "degrees": ("degrees", "{:.2f}"),
     "codes used": ("code_usage", "{:.1%}"),
     "perplexity": ("perplexity", "{:.1f}"),
-    "encoder": ("encoder", "{:,}"),
-    "decoder": ("decoder", "{:,}"),
-    "steps": ("steps", "{:,}"),
+    "encoder": ("encoder", "{:,.0f}"),
+    "decoder": ("decoder", "{:,.0f}"),
+    "steps": ("steps", "{:,.0f}"),
     "s/step": ("s_per_step", "{:.3f}"),
 }
 

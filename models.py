@@ -76,7 +76,8 @@ def token_kl(logits):
 
 
 def sinusoids(length, width):
-    """Fixed positions (length, width): sines and cosines at wavelengths from 2 pi to 20,000 pi."""
+    """Fixed positions (length, width): sines and cosines at wavelengths from 2 pi up to, but not
+    including, 20,000 pi."""
     angle = torch.arange(length).unsqueeze(1) * torch.exp(
         -math.log(10_000.0) * torch.arange(0, width, 2) / width
     )
@@ -133,8 +134,10 @@ class Attention(nn.Module):
 
     def __init__(self, width, n_heads):
         super().__init__()
-        if width % (2 * n_heads):  # twice: positions are sine-cosine pairs
-            raise ValueError(f"width is {width}, must be a multiple of 2 * n_heads = {2 * n_heads}")
+        if width % n_heads or width % 2:  # even: positions are sine-cosine pairs
+            raise ValueError(
+                f"width is {width}, must be even and a multiple of {n_heads} (n_heads)"
+            )
         self.n_heads = n_heads
         self.query = nn.Linear(width, width, bias=False)
         self.key_value = nn.Linear(width, 2 * width, bias=False)
@@ -200,23 +203,16 @@ class KVCache(nn.Module):
         """Add keys and values of token t, (N * K, heads, 1, d) each; return those of the first
         `window` tokens, with a mask that hides future ones.
 
-        t is a number, or a tensor (1,) where one compiled step serves all tokens.
+        t is a number, which needs no mask if window = t + 1, or a tensor (1,), with which one
+        compiled step serves all tokens.
         """
         if isinstance(t, int):
-            self.k[:, :, t : t + 1], self.v[:, :, t : t + 1] = k, v
+            self.k[:, :, t : t + 1], self.v[:, :, t : t + 1], mask = k, v, None
         else:
             self.k.index_copy_(2, t, k)
             self.v.index_copy_(2, t, v)
-        mask = None
-        if not isinstance(t, int) or window > t + 1:
             mask = (torch.arange(window, device=k.device) <= t).unsqueeze(0)  # (1, window)
         return self.k[:, :, :window], self.v[:, :, :window], mask
-
-
-def windows(n_tokens, chunk):
-    """For each token, how many cache entries it sees: its own and those before it, rounded up to a
-    multiple of chunk."""
-    return [min((t // chunk + 1) * chunk, n_tokens) for t in range(n_tokens)]
 
 
 class CodeBlock(nn.Module):
@@ -350,7 +346,6 @@ class AutoregressiveEncoder(TokenEncoder):
         width, n_heads, n_layers, mlp_ratio = size
         super().__init__(n_tokens, vocab_size, width)
         self.aligned, self.recompute = aligned, recompute
-        self.chunk = 1  # the sampler's view of its cache grows by this many tokens
         self.compile_options, self.static_samplers = None, {}  # see compile_sampler
         self.patch_encoder = PatchEncoder(x_shape, n_tokens, *size)
         # Token t - 1 enters at step t. Step 0 has a row of its own, the last: with a real token
@@ -400,10 +395,10 @@ class AutoregressiveEncoder(TokenEncoder):
             return self.static_samplers[key](memory, query, noise)
         caches = [KVCache(N * n_samples, B, like=k) for k, _ in memory]
         z = patches.new_full((N, n_samples, B + 1), self.vocab_size, dtype=torch.long)
-        for t, window in enumerate(windows(B, self.chunk)):
+        for t in range(B):
             h = self.embed(z[..., t : t + 1]) + query[..., t : t + 1, :]  # (N, K, 1, H)
             for block, kv, cache in zip(self.blocks, memory, caches, strict=True):
-                h = block(h, kv, functools.partial(cache.extend, t, window))
+                h = block(h, kv, functools.partial(cache.extend, t, t + 1))
             logits = self.read_out(self.norm(h), t).squeeze(2)  # (N, K, V)
             z[..., t + 1 : t + 2] = draw(logits, noise[..., t : t + 1])
         return z[..., 1:].contiguous()
@@ -473,6 +468,12 @@ class AutoregressiveEncoder(TokenEncoder):
         y = torch.stack(all_y, dim=1)
         self.count(y.argmax(dim=-1))
         return y, torch.stack(all_logits, dim=1)
+
+
+def windows(n_tokens, chunk):
+    """For each token, how many cache entries it sees: its own and those before it, rounded up to a
+    multiple of chunk."""
+    return [min((t // chunk + 1) * chunk, n_tokens) for t in range(n_tokens)]
 
 
 class StaticSampler(nn.Module):
@@ -729,7 +730,7 @@ class ResNetDecoder(Decoder):
 
     def __init__(self, x_shape, n_tokens, vocab_size, width, hidden=64, n_blocks=2):
         super().__init__(vocab_size, width)
-        self.x_shape, self.side = tuple(x_shape), math.isqrt(n_tokens)
+        self.side = math.isqrt(n_tokens)
         layers = [nn.Conv2d(width, hidden, 3, padding=1)]  # (M, 64, side, side)
         layers += [Residual(hidden) for _ in range(n_blocks)]
         n = halvings(x_shape, n_tokens)

@@ -115,7 +115,7 @@ wandb_log = False  # also log to Weights & Biases (pip install wandb)
 # machine
 seed = 0  # of parameters, batches and noise
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
-dtype = "bfloat16" if has_bfloat16() else "float32"  # of the networks' matrix products
+dtype = ""  # of matrix products: float32, bfloat16; empty: bfloat16 on GPUs that compute in it
 use_compile = torch.cuda.is_available()  # torch.compile
 cuda_graphs = False  # autoregressive: replay the sampler's steps as CUDA graphs
 n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
@@ -142,7 +142,7 @@ require(
     (amounts, lambda v: v >= 0, "zero or more"),
     ("seed", lambda v: v < 2**32, "below 2**32"),
     ("lr_schedule", lambda v: v in ("cosine", "constant"), "cosine or constant"),
-    ("dtype", lambda v: v in ("float32", "bfloat16"), "float32 or bfloat16"),
+    ("dtype", lambda v: v in ("", "float32", "bfloat16"), "float32 or bfloat16"),
     ("method", lambda v: v in METHODS, f"one of: {', '.join(METHODS)}"),
     ("dataset", lambda v: v in DATASETS, f"one of: {', '.join(DATASETS)}"),
     ("beta_init", lambda v: (v > 0) == (beta_final > 0), "positive if beta_final is, else zero"),
@@ -174,6 +174,8 @@ except ImportError as error:
 # Device, output folder, processes. Under torchrun, each process takes its share of every batch.
 device = setup_device(device)
 device_type = torch.device(device).type
+can_bfloat16 = device_type == "cuda" and has_bfloat16()
+dtype = settings["dtype"] = dtype or ("bfloat16" if can_bfloat16 else "float32")
 last_path, best_path, log_path, config_path = paths = [
     os.path.join(out_dir, name) for name in ("last.pt", "best.pt", "log.jsonl", "config.json")
 ]
@@ -305,7 +307,7 @@ if is_main:
     bits = n_tokens * math.log2(vocab_size)
     print(f"{method} on {dataset}: {n_tokens} tokens of {vocab_size} values, {bits:g} bits")
     print(f"parameters: {sizes}; {max_steps:,} steps on {device} in {dtype}")
-    if device_type == "cuda" and not has_bfloat16():
+    if device_type == "cuda" and not can_bfloat16:
         print("this GPU has no native bfloat16, so the default is float32")
     print(f"batch_size {batch_size}: {batch_size // world_size} for each of {world_size} processes")
     if resume:

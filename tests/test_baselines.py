@@ -407,6 +407,30 @@ def test_ppo_on_its_first_epoch_has_the_gradient_of_a_policy_gradient_and_then_c
     assert metrics["clipped"] > 0.05  # the clip is not idle
 
 
+def test_ppo_clips_the_ratio_of_every_token():
+    """Where a ratio has left the clip in the direction of its advantage, that token has no
+    gradient; elsewhere it has that of ratio * advantage."""
+    encoder, decoder = networks("ar")
+    model, parameters = PPO(encoder, decoder, width=8, n_samples=4), list(encoder.parameters())
+    torch.manual_seed(0)
+    noise = torch.rand(64, *model.noise_shape)
+    model(example(64), 0.0, noise=noise)
+    for p in parameters:
+        p.data.add_(0.1 * torch.randn_like(p))
+    loss, metrics = model(example(64), 0.0, noise=noise, epoch=1)
+    ours = flat(torch.autograd.grad(loss, parameters))
+    (log_q,) = encoder.score(encoder.patch_encoder(example(64)), model.z)  # (N, K, B)
+    ratio, advantage = (log_q.detach() - model.old_log_q).exp(), model.advantage.unsqueeze(2)
+    high, low = ratio > 1 + model.clip, ratio < 1 - model.clip
+    idle = torch.where(advantage > 0, high, low)
+    assert 0.1 < idle.double().mean() < 0.9
+    plain = -(ratio * advantage * log_q)[~idle].sum() / (64 * 4)
+    expected = flat(torch.autograd.grad(plain, parameters))
+    bound = 16 * 16 * 2.0**-23 * expected.abs().max().item()  # as below
+    torch.testing.assert_close(ours, expected, rtol=0, atol=bound)
+    torch.testing.assert_close(metrics["clipped"], (high | low).float().mean())
+
+
 def test_ppo_weighs_reward_and_kl_as_the_elbo_does():
     """Its advantages are standardised, and its entropy bonus is divided by the same scale. So the
     encoder's first gradient, times that scale, is that of -E[(A - mean A) log q] + beta KL, in

@@ -177,7 +177,7 @@ def test_defaults_are_what_train_py_itself_calls_its_settings():
     found, ours = defaults(os.path.join(ROOT, "train.py")), {}
     for row in block("train.py"):
         ours[row[1]] = row[2]
-    computed = {"data_dir", "device", "dtype", "use_compile", "n_workers"}
+    computed = {"data_dir", "device", "use_compile", "n_workers"}
     assert {key: repr(value) for key, value in found.items()} == {
         key: text for key, text in ours.items() if key not in computed
     }

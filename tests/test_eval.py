@@ -227,6 +227,7 @@ def test_runs_that_differ_in_their_seed_alone_are_averaged():
     assert row["beta_elbo std"] == pytest.approx(math.sqrt((9 + 1 + 16) / 2))
     assert row["kl"] == 40 and row["kl std"] == 0
     assert row["encoder"] == 1000 and "encoder std" not in row
+    assert row["steps"] == 200 and row["steps std"] == 100
     assert group[0] == made_up(0, 100, -80.0)["row"]  # left as it was
 
 

@@ -9,6 +9,7 @@ tests at the end run on a GPU if there is one.
 import contextlib
 import ctypes
 import itertools
+import json
 import os
 import shutil
 import traceback
@@ -203,9 +204,7 @@ def test_the_sampler_stays_on_the_gpu_in_both_forms(dataset, dtype):
         x = torch.zeros(3, *shape, device=GPU)
         noise = torch.rand(3, 2, encoder.n_tokens, device=GPU)
         waits.noted.clear()
-        codes = []
-        for encoder.chunk in (1, 3):
-            codes.append(encoder.sample(x, 2, noise))
+        codes = [encoder.sample(x, 2, noise)]
         encoder.compile_sampler(chunk=2)
         codes += [encoder.sample(x, 2, noise) for _ in range(2)]  # a new one, and again
         for z in codes:
@@ -351,6 +350,16 @@ def test_bfloat16_is_for_gpus_that_compute_in_it(native, monkeypatch):
     assert has_bfloat16() == native and asked == [False]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert not has_bfloat16() and asked == [False]
+
+
+def test_a_run_on_the_cpu_beside_a_gpu_is_in_float32(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
+    options = (*TINY, "--max_steps=1", f"--out_dir={tmp_path}", "--device=cpu")
+    done = run_here("train.py", *options, "--use_compile=False")
+    assert done.code == 0, done.errors
+    with open(tmp_path / "config.json") as file:
+        assert json.load(file)["dtype"] == "float32"
 
 
 # ---------------------------------------------------------------------------------------------

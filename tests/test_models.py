@@ -306,12 +306,12 @@ def sure_noise(model, patches, n_samples, least=0.1):
 
 
 @pytest.mark.parametrize("chunk", (3, 4, 64))
-def test_a_cache_that_grows_in_chunks_changes_nothing(chunk):
+def test_a_cache_that_grows_in_chunks_changes_nothing(chunk, fresh_dynamo):
     model = encoder("aligned", n_tokens=10, vocab_size=4, spread=0.5)
     patches = model.patch_encoder(torch.rand(3, *X_SHAPE))
     noise = sure_noise(model, patches, 5)
     one_by_one = model.sample_codes(patches, 5, noise)
-    model.chunk = chunk
+    model.compile_sampler(chunk=chunk, backend="eager")
     assert torch.equal(model.sample_codes(patches, 5, noise), one_by_one)
     assert len(one_by_one.flatten(0, 1).unique(dim=0)) > 8  # codes that differ
 
@@ -329,7 +329,6 @@ def test_the_static_sampler_draws_the_codes_of_the_plain_loop(kind, dtype, fresh
     static, names, all_codes = copy.deepcopy(plain), list(plain.state_dict()), []
     if tables:
         static.head.table = tables
-    plain.chunk = 3
     static.compile_sampler(chunk=3, backend="eager")
     for x in torch.rand(2, 2, *X_SHAPE):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, dtype == "bfloat16"):
