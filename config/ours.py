@@ -4,7 +4,7 @@ Our changes to the paper, added to another config; they are on in train.py's def
 token t sees patch t (autoregressive methods), logits are products with the decoder's vectors,
 rarely used values become copies of common ones, and, if each token has its own region of x, DAPS
 weights it by the window around that region. See the README, "Differences from the paper".
-For codes of 64 tokens and more, config/ours_64.py is better.
+For codes of 64 tokens, config/ours_64.py is better; longer ones are untested.
 """
 
 aligned = True

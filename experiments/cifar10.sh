@@ -14,12 +14,14 @@ for seed in ${SEEDS:-0}; do
   cifar gumbel_na $gumbel
   cifar vqvae vqvae 1e-3
   cifar daps daps 4e-3 $ours
-  cifar daps_na_10000 daps_na 4e-3 $ours --max_steps=10000
-  cifar gumbel_na_10000 $gumbel --max_steps=10000
-  cifar plain_10000 daps_na 2e-3 --max_steps=10000
+  long="--max_steps=10000 --eval_interval=500"
+  cifar daps_na_10000 daps_na 4e-3 $ours $long
+  cifar gumbel_na_10000 $gumbel $long
+  cifar plain_10000 daps_na 2e-3 $long
   cifar no_scale daps_na 4e-3 $ours --scale_lr=0
   cifar gumbel_na_no_scale $gumbel --scale_lr=0
   cifar whole_codes daps_na 4e-3 $ours --credit_window=0
+  cifar gumbel_na_tau_1 $gumbel --tau_final=1.0
   cifar gumbel_na_plain gumbel_na 3e-3
   cifar gumbel_na_splits gumbel_na 3e-3 --split_interval=50
   splits="config/ours.py --beta_init=0.5"

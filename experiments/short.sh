@@ -9,6 +9,8 @@ for seed in ${SEEDS:-0}; do
   short daps mnist_daps config/ours.py
   short rloo_na mnist_rloo_na config/ours.py
   short gumbel_na mnist_gumbel_na --lr=3e-3
+  short gumbel_na_tau_0.5 mnist_gumbel_na --lr=3e-3 --tau_final=0.5
+  short gumbel_na_tau_1 mnist_gumbel_na --lr=3e-3 --tau_final=1.0
   short vqvae mnist_vqvae
   short fsq mnist_fsq
   short not_tied mnist_daps_na config/ours.py --tied=False
