@@ -204,6 +204,7 @@ class PPO(Method):
 
     Every token has a ratio of its own. The product over a code of 64 tokens would be outside the
     clip for most codes after a single update.
+
     The advantage is log p(x|z) minus a learned value of x, standardised over the batch as is usual
     for PPO; the entropy bonus beta is divided by the same scale, so that the two keep their ratio
     in the ELBO. As usual for PPO, that bonus is not part of the reward: what a token does to the

@@ -339,8 +339,11 @@ def fingerprint(shape, files):
     """Changes when the files do: their names, sizes and times."""
     stats = []
     for path in files:
-        stat = os.stat(path) if os.path.exists(path) else None  # a broken link
-        stats.append((path, stat.st_size, stat.st_mtime_ns) if stat else path)
+        try:
+            stat = os.stat(path)
+            stats.append((path, stat.st_size, stat.st_mtime_ns))
+        except OSError:  # a broken link
+            stats.append(path)
     return digest(repr([shape, stats]).encode())
 
 

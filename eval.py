@@ -405,8 +405,8 @@ COLUMNS = {
     "degrees": ("degrees", "{:.2f}"),
     "codes used": ("code_usage", "{:.1%}"),
     "perplexity": ("perplexity", "{:.1f}"),
-    "encoder": ("encoder", "{:,.0f}"),
-    "decoder": ("decoder", "{:,.0f}"),
+    "encoder": ("encoder", "{:,}"),
+    "decoder": ("decoder", "{:,}"),
     "steps": ("steps", "{:,.0f}"),
     "s/step": ("s_per_step", "{:.3f}"),
 }
