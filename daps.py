@@ -133,7 +133,7 @@ class DAPS(nn.Module):
         ess = ess_ratio(log_weights(*batch, eta, beta)).mean()
         w = log_weights(reward, log_q, eta, beta).exp().detach()  # (N, K)
 
-        # The losses share no parameters, so one backward pass serves their sum. Encoder, eq. (6):
+        # Each loss reaches only its own network: one backward pass serves both. Encoder, eq. (6):
         # codes are drawn from q, so the expected gradient of their mean log q is zero, and taking
         # 1 / K off each weight (ours) removes only noise: a share of the variance of about `ess`.
         w = w - 1 / self.n_samples if self.centred else w

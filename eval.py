@@ -16,6 +16,7 @@ import math
 import os
 import statistics
 import sys
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -357,15 +358,19 @@ def report(
 
 
 def group_by_seed(runs, per_run=False):
-    """Lists of runs that differ only in their seed and in settings that change no result (or, with
-    eval_interval, only which steps can be the best)."""
+    """Lists of runs that have made the same number of steps and differ only in their seed and in
+    settings that change no result (or, with eval_interval, only which steps can be the best). A
+    seed counts once: its second run is in another group.
+    """
     no_matter = {"seed", "out_dir", "data_dir", "resume", "overwrite", "wandb_log", "n_workers"}
     no_matter |= {"log_interval", "eval_interval"}
     no_matter |= {"step", "seconds"}  # of the best checkpoint
-    groups = {}
+    groups, repeats = {}, Counter()
     for i, run in enumerate(runs):
         settings = sorted((k, v) for k, v in run["config"].items() if k not in no_matter)
-        groups.setdefault(i if per_run else repr(settings), []).append(run)
+        key = i if per_run else repr([settings, [row["step"] for row in run["log"][-1:]]])
+        groups.setdefault((key, repeats[key, run["config"]["seed"]]), []).append(run)
+        repeats[key, run["config"]["seed"]] += 1
     return list(groups.values())
 
 
@@ -387,7 +392,8 @@ def summary(group):
             row[key] = None
         elif isinstance(values[0], float) or len(set(values)) > 1:
             row[key] = statistics.mean(values)
-            row[f"{key} std"] = statistics.stdev(values)
+            if math.isfinite(row[key]):  # unless a seed has diverged
+                row[f"{key} std"] = statistics.stdev(values)
     return row
 
 
@@ -403,7 +409,7 @@ COLUMNS = {
     "FID": ("fid", "{:.2f}"),
     "cm": ("cm", "{:.2f}"),
     "degrees": ("degrees", "{:.2f}"),
-    "codes used": ("code_usage", "{:.1%}"),
+    "values used": ("code_usage", "{:.1%}"),
     "perplexity": ("perplexity", "{:.1f}"),
     "encoder": ("encoder", "{:,}"),
     "decoder": ("decoder", "{:,}"),

@@ -381,9 +381,9 @@ class AutoregressiveEncoder(TokenEncoder):
         # reuse them, as some versions of torch would (pytorch #165068).
         kind = patches.device.type
         with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
-            return self.sample_uncached(patches, n_samples, noise)
+            return self.sample_tokens(patches, n_samples, noise)
 
-    def sample_uncached(self, patches, n_samples, noise):
+    def sample_tokens(self, patches, n_samples, noise):
         N, B = len(patches), self.n_tokens
         noise = uniform_like(patches, N, n_samples, B) if noise is None else noise
         memory, query = self.start(patches)

@@ -252,7 +252,7 @@ def digest_of_model(out_dir):
 def load_prior(out_dir, device="cpu"):
     """The prior of a run, ready for use; its settings are in prior.config."""
     path = os.path.join(out_dir, "prior.pt")
-    saved = load_checkpoint(path)
+    saved = load_checkpoint(path, ("size", "codes_of", "seconds"))
     prior = Prior(**saved["size"])
     restore(path, saved, model=prior)
     if saved["codes_of"] != digest_of_model(out_dir):

@@ -1,7 +1,7 @@
 """Train a discrete autoencoder.
 
     python train.py                                             DAPS on glyphs, minutes on a laptop
-    python train.py config/mnist_daps.py                        the paper's MNIST run
+    python train.py config/mnist_daps.py                        the paper's networks on MNIST
     python train.py config/mnist_daps.py config/short.py        the same in 3,000 steps, for a CPU
     python train.py config/mnist_daps.py --resume=True          continue after an interruption
     torchrun --nproc_per_node=2 train.py config/mnist_daps.py   two processes share every batch
@@ -55,7 +55,7 @@ from models import (
 # Settings. Config files and --key=value override them; --help lists them.
 
 # what
-method = "daps"  # daps, gumbel, grmck, rloo (each also _na: in one pass), ppo, reinmax_na, ...
+method = "daps"  # daps, gumbel, grmck, rloo (also _na), ppo, reinmax_na, vqvae, fsq, gaussian
 dataset = "glyphs"  # glyphs: drawn on the fly; mnist, cifar10, lafan: downloaded; imagenet
 data_dir = DATA_DIR  # has a folder per data set; for imagenet, may be a folder of image folders
 image_size = 256  # imagenet: side of the images
@@ -366,7 +366,7 @@ while step < max_steps:
     if world_size > 1:
         dist.all_reduce(flags, dist.ReduceOp.MAX)
     grad_norm, n_bad, stopping = flags.tolist()
-    progress["skipped"] += int(n_bad)
+    progress["skipped"] += n_bad > 0
     bad_in_a_row = bad_in_a_row + 1 if n_bad else 0
     if bad_in_a_row == max_skipped:
         found = f"non-finite gradients in {max_skipped} steps up to {step}"

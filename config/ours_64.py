@@ -3,7 +3,7 @@
 Added to another config instead of config/ours.py: our changes to the paper for codes of 64 tokens.
 The encoder starts with a meaningful code and learns slowly, so that the noise in the rewards of so
 many tokens does not undo it. Only its confidence, a single number, is learned fast. Values then
-need neither copies nor ties to the decoder's vectors. With config/short.py, also add
+need neither copies nor ties to the decoder's vectors. With config/short.py, also add, for DAPS,
 --batch_size=32 --lr=4e-3 --beta_init=0.5 --eval_examples=1000.
 """
 

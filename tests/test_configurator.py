@@ -154,6 +154,22 @@ def test_every_shared_file_is_there_and_the_base_of_a_run():
         assert any(name.startswith(f"{shared[:-3]}_") for name in names)
 
 
+def test_our_changes_are_the_defaults_and_off_in_the_runs_of_the_paper():
+    files = {os.path.basename(path): path for path in CONFIGS}
+    values = {name: {key: v for key, v, _ in read_config(path)} for name, path in files.items()}
+    found, ours, paper = (
+        defaults(os.path.join(ROOT, "train.py")),
+        values["ours.py"],
+        values["paper.py"],
+    )
+    assert ours.items() <= found.items()
+    changes = ours.keys() | values["ours_64.py"].keys()
+    off = {key: paper[key] for key in changes}  # config/paper.py has them all
+    for name in files.keys() - {*SHARED, *OVERLAYS}:
+        run = found | values[name]
+        assert {key: run[key] for key in changes} == off, name
+
+
 # the settings block of a script
 
 

@@ -94,7 +94,6 @@ def test_eval_json_agrees_with_the_log_of_the_best_step(finished_run):
     for key in ("beta_elbo", "log_px", "kl", "psnr", "code_usage", "perplexity"):
         assert row[key] == pytest.approx(best[key], rel=1e-5)
     assert row["bits"] == 40
-    assert (row["encoder"], row["decoder"]) == n_parameters(load(finished_run))
 
 
 def test_one_evaluation_draws_the_codes_of_every_other(finished_run):
@@ -210,7 +209,8 @@ def made_up(seed, step=100, elbo=-80.0, **config):
     row = {"run": f"out/mnist_{seed}", "method": "daps", "bits": 64.0, "beta_elbo": elbo}
     row |= {"kl": 40.0, "encoder": 1000, "steps": step}
     base = {"method": "daps", "lr": 1e-3, "aligned": False, "seed": seed, "out_dir": row["run"]}
-    return {"row": row, "config": base | {"step": step, "seconds": 9.0 + seed} | config}
+    config = base | {"step": step, "seconds": 9.0 + seed} | config
+    return {"row": row, "config": config, "log": [{"step": 300, "split": "val"}]}
 
 
 def grouped(*runs, **options):
@@ -239,6 +239,19 @@ def test_a_run_with_any_other_setting_is_not_averaged_in(other):
     assert [len(group) for group in groups] == [2, 1]
     row = made_up(1)["row"]
     assert groups[1] == [row] and summary(groups[1]) == row
+
+
+def test_an_unfinished_run_and_a_second_run_of_a_seed_are_not_averaged_in():
+    unfinished = made_up(1) | {"log": [{"step": 200, "split": "val"}]}
+    again = made_up(0, elbo=-81.0)
+    groups = grouped(made_up(0), unfinished, again, made_up(2))
+    expected = [[made_up(0), made_up(2)], [unfinished], [again]]
+    assert groups == [[run["row"] for run in group] for group in expected]
+
+
+def test_a_seed_that_diverged_makes_the_mean_nan_and_leaves_no_deviation():
+    row = summary([made_up(0)["row"], made_up(1, elbo=math.nan)["row"]])
+    assert math.isnan(row["beta_elbo"]) and "beta_elbo std" not in row and row["kl"] == 40
 
 
 def test_where_a_run_lies_and_how_it_was_started_changes_no_result():

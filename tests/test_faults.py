@@ -208,7 +208,7 @@ def test_a_report_that_cannot_be_written_is_made_later(forker, tmp_path):
     code = LIMIT + "draw = eval.draw_pictures\n"
     code += "eval.draw_pictures = lambda *arguments: (limit(1000), draw(*arguments))[1]\n"
     assert_one_line(forker.train(*settings, fault=code), "File too large", "--resume=True")
-    assert "codes used" in forker.finish(*settings, "--resume=True")
+    assert "values used" in forker.finish(*settings, "--resume=True")
 
 
 @stress

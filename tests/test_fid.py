@@ -10,11 +10,10 @@ import pytest
 import scipy.linalg
 import torch
 
+import data
 import fid
+from eval import fid_score, validation_noise
 from fid import (
-    FID_SHA256,
-    FID_URL,
-    FID_WEIGHTS,
     Inception,
     Moments,
     frechet_distance,
@@ -132,11 +131,6 @@ def test_weights_that_are_not_the_published_ones_are_refused(random_weights, mon
     assert inception(torch.rand(1, 3, 32, 32)).shape == (1, 2048) and not inception.training
 
 
-def test_the_name_of_the_weights_ends_in_the_start_of_their_hash():
-    assert FID_URL.endswith(FID_WEIGHTS) and len(FID_SHA256) == 64
-    assert FID_WEIGHTS.endswith(f"-{FID_SHA256[:8]}.pth")
-
-
 def few_features(images):
     """Replaces Inception: six features, so that 60 images are enough."""
     return images.flatten(1) @ torch.linspace(-1, 1, 192 * 6).view(192, 6)
@@ -151,6 +145,31 @@ def test_fid_is_zero_for_the_images_themselves_and_grows_with_noise():
         for size in (0, 0.1, 0.3)
     ]
     assert abs(distances[0]) < 1e-3 and distances[0] + 1e-3 < distances[1] < distances[2]
+
+
+def test_fid_is_of_reconstructions_and_keeps_the_moments_of_the_images(tmp_path, monkeypatch):
+    """The model's code is x itself, which it decodes with an error."""
+    monkeypatch.setattr(data, "CACHE_DIR", str(tmp_path))
+    x, y = torch.randint(256, (70, 3, 8, 8)).byte(), torch.zeros(70).byte()
+    scale = torch.full((3, 1, 1), 0.5), torch.full((3, 1, 1), 0.3)
+    images = data.ArrayDataset("cifar10", x[:10], y[:10], x[10:], y[10:], 255, *scale)
+    error, noises, seen = 0.0, [], []
+
+    def encode(x, noise):
+        noises.append(noise)
+        return x
+
+    def features(images):
+        seen.append(len(images))
+        return few_features(images)
+
+    model = types.SimpleNamespace(encoder=types.SimpleNamespace(n_tokens=2), encode=encode)
+    model.decode = lambda z: types.SimpleNamespace(mean=z * (1 - error))
+    assert abs(fid_score(model, images, features, 25, "cpu")) < 1e-3
+    assert sum(seen) == 120 and torch.equal(torch.cat(noises), validation_noise(model, 60))
+    error = 0.5
+    assert fid_score(model, images, features, 25, "cpu") > 1e-2
+    assert sum(seen) == 180
 
 
 def test_moments_of_images_are_those_of_what_an_8_bit_file_would_hold():

@@ -346,7 +346,7 @@ def test_signals_to_all_processes_do_not_end_the_workers(tmp_path, cache, number
     assert done.stdout.strip() == "198", done.stderr
 
 
-def test_folders_of_classes_give_labels_and_other_layouts_none(tmp_path):
+def test_folders_of_classes_give_labels_and_other_layouts_none(tmp_path, cache):
     for split, names in (("train", "ab"), ("val", "b")):
         for name in names:
             os.makedirs(tmp_path / split / name)

@@ -63,7 +63,8 @@ def folder(tmp_path_factory):
         if os.path.exists(os.path.join(ROOT, name)):
             os.symlink(os.path.join(ROOT, name), folder / name)
     shipped = os.path.join("assets", "mnist_daps")
-    shutil.copytree(os.path.join(ROOT, shipped), folder / shipped)  # eval.py writes into it
+    for part in (shipped, os.path.join("docs", "runs")):  # copies: eval.py writes into them
+        shutil.copytree(os.path.join(ROOT, part), folder / part)
     photos = ("photos/train/a", "photos/val/a", "data/imagenet/train/a", "data/imagenet/val/a")
     for part in (*photos, "pictures"):
         os.makedirs(folder / part)
@@ -201,20 +202,27 @@ def tiny(words):
     return small
 
 
+def runs_in(words):
+    return [word for word in words if not word.startswith("--") and not word.endswith(".py")]
+
+
 def test_commands_that_train_and_evaluate_do_so_in_order(commands, folder):
     """With two steps of a small model on made-up data; pip and the tests are run by .ci/run."""
-    trained = 0
+    trained, evaluated = 0, set()
     for program, *words in commands:
         if program != "python" or "--help" in words:
             continue
         if words[0] == "train.py":
             train_here(*words[1:], *tiny(words))
             trained += 1
-        elif words[0] == "eval.py" and all(map(os.path.exists, words[1:2])):
+        elif words[0] == "eval.py" and all(map(os.path.exists, runs_in(words))):
             # The weights of Inception are not available here: test_fid.py makes its own.
             words = [word for word in words[1:] if not word.startswith("--fid_weights")]
             done = run_here("eval.py", *words, "--data_dir=data", "--n_workers=0")
             assert done.code == 0, done.errors
+            evaluated |= set(runs_in(words))
+    records = {f"docs/runs/{name}" for name in os.listdir(os.path.join(ROOT, "docs", "runs"))}
+    assert records <= evaluated
     assert trained >= 4 and os.path.exists(folder / "out" / "glyphs_daps" / "samples.png")
     assert os.path.exists(folder / "assets" / "mnist_daps" / "samples.png")
 
