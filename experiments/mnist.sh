@@ -20,7 +20,8 @@ for seed in ${SEEDS:-0}; do
   mnist fsq_decay_1e-4 fsq 6e-3 --weight_decay=1e-4
   mnist gumbel_na_decay_1e-4 gumbel_na 3e-3 --weight_decay=1e-4
   mnist rloo_na rloo_na 6e-3
-  mnist gumbel gumbel 3e-3
+  mnist gumbel gumbel 3e-3 --aligned=True
+  mnist gumbel_plain gumbel 3e-3
   mnist reinmax_na reinmax_na 3e-3
   mnist gaussian gaussian 3e-3
   mnist ppo ppo 3e-3
