@@ -8,6 +8,7 @@ for seed in ${SEEDS:-0}; do
   short daps_na mnist_daps_na config/ours.py
   short daps mnist_daps config/ours.py
   short rloo_na mnist_rloo_na config/ours.py
+  short ppo mnist_ppo config/ours.py
   short gumbel_na mnist_gumbel_na --lr=3e-3
   short gumbel_na_tau_0.5 mnist_gumbel_na --lr=3e-3 --tau_final=0.5
   short gumbel_na_tau_1 mnist_gumbel_na --lr=3e-3 --tau_final=1.0
