@@ -94,6 +94,7 @@ def test_eval_json_agrees_with_the_log_of_the_best_step(finished_run):
     for key in ("beta_elbo", "log_px", "kl", "psnr", "code_usage", "perplexity"):
         assert row[key] == pytest.approx(best[key], rel=1e-5)
     assert row["bits"] == 40
+    assert (row["encoder"], row["decoder"]) == n_parameters(load(finished_run))
 
 
 def test_one_evaluation_draws_the_codes_of_every_other(finished_run):

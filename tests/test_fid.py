@@ -14,6 +14,9 @@ import data
 import fid
 from eval import fid_score, validation_noise
 from fid import (
+    FID_SHA256,
+    FID_URL,
+    FID_WEIGHTS,
     Inception,
     Moments,
     frechet_distance,
@@ -129,6 +132,11 @@ def test_weights_that_are_not_the_published_ones_are_refused(random_weights, mon
     monkeypatch.setattr(fid, "FID_SHA256", hashlib.sha256(random_weights.read_bytes()).hexdigest())
     inception = load_inception(random_weights, "cpu")
     assert inception(torch.rand(1, 3, 32, 32)).shape == (1, 2048) and not inception.training
+
+
+def test_the_name_of_the_weights_ends_in_the_start_of_their_hash():
+    assert FID_URL.endswith(FID_WEIGHTS) and len(FID_SHA256) == 64
+    assert FID_WEIGHTS.endswith(f"-{FID_SHA256[:8]}.pth")
 
 
 def few_features(images):
