@@ -177,8 +177,8 @@ CHOICES = ("eta_update=solve", "eta_update=gradient", "method=vqvae", "method=rl
 
 @pytest.mark.parametrize("choice", (*CHOICES, "method=gumbel"))
 def test_two_processes_train_the_same_parameters_as_one(choice, forker, tmp_path):
-    settings = (*TINY, "--max_steps=3", "--eval_interval=3", f"--lr={LR}", f"--{choice}")
-    settings += ("--split_interval=1", "--vocab_size=128")  # by what all processes drew
+    settings = (*TINY, "--max_steps=5", "--eval_interval=5", f"--lr={LR}", f"--{choice}")
+    settings += ("--split_interval=2", "--vocab_size=256")  # by what all processes drew
     forker.finish(*settings, f"--out_dir={tmp_path / 'one'}")
     output = forker.finish_ranks(*settings, f"--out_dir={tmp_path / 'two'}")
     assert "8 for each of 2 processes" in output
