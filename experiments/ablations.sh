@@ -22,9 +22,12 @@ short="config/short.py config/ours_64.py"
 short+=" --batch_size=32 --max_steps=1000 --lr=4e-3 --eval_examples=1000"
 for ess in 0.25 0.5 0.75; do
   for beta in 0.1 1.0 10.0; do
-    run "ablations/beta_${beta}_ess_$ess" cifar10_daps_na $short \
+    run "beta_ess/beta_${beta}_ess_$ess" cifar10_daps_na $short \
       --beta_init=$beta --beta_final=$beta --ess_target=$ess
   done
-  run "ablations/annealed_ess_$ess" cifar10_daps_na $short --beta_init=6.0 --ess_target=$ess
+done
+for beta in 6.0 0.5; do # the paper's start and ours; the end is 0.01
+  run "beta_ess/annealed_from_$beta" cifar10_daps_na $short --beta_init=$beta --ess_target=0.5
 done
 python eval.py out/ablations/* --curves=out/ablations.png --record=out/ablations.jsonl
+python eval.py out/beta_ess/* --curves=out/beta_ess.png --record=out/beta_ess.jsonl
