@@ -11,6 +11,7 @@ for seed in ${SEEDS:-0}; do
   ours="config/ours_64.py --beta_init=0.5"
   gumbel="gumbel_na 3e-3 $ours --encoder_lr=0.25 --scale_lr=1"
   cifar daps_na daps_na 4e-3 $ours
+  cifar daps_na_ess_0.75 daps_na 4e-3 $ours --ess_target=0.75
   cifar gumbel_na $gumbel
   cifar vqvae vqvae 1e-3
   cifar daps daps 4e-3 $ours
