@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 for K in 2 4 8 16 32; do
   run "ablations/K_$K" mnist_daps_na config/short.py config/ours.py --n_samples=$K
 done
-for pair in 2,4900 4,3850 16,1950 32,1150; do # as many steps as fit in the time of 3,000 with K = 8
+for pair in 2,4900 4,3850 16,1950 32,1370; do # as many steps as fit in the time of 3,000 with K = 8
   K=${pair%,*}
   run "ablations/K_${K}_equal_time" mnist_daps_na config/short.py config/ours.py --n_samples=$K \
     --max_steps=${pair#*,}
