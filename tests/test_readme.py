@@ -26,6 +26,7 @@ from torch import nn
 
 import checkpoint
 import data
+import eval
 import motion
 from data import load_dataset
 
@@ -76,6 +77,7 @@ def folder(tmp_path_factory):
         (motion, "LAFAN_FILES", write_lafan(folder / "data")),
         (data, "LAFAN_FILES", motion.LAFAN_FILES),
         (data, "CACHE_DIR", str(folder / "cache")),
+        (eval, "DATA_DIR", str(folder / "data")),
     ]
     letters = data.glyphs(n_train=400, n_val=48)
     load_dataset.cache_clear()
@@ -285,6 +287,8 @@ def test_other_code_of_the_pages_runs(folder):
             if code not in quoted:
                 exec(compile(textwrap.dedent(code), "README", "exec"), names)
                 foreign += [dict(names)] if "from daps import DAPS" in code else []
+                if "searched" in code:
+                    assert (names["searched"] >= names["drawn"] - 1e-3).all()
                 if "model.decode(z)" in code:
                     assert names["z"].shape == (16, 8)
                     assert names["reconstruction"].shape == names["new"].shape == (16, 1, 28, 28)
