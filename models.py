@@ -47,20 +47,23 @@ def draw(logits, u):
 
 class TokenLogProb(torch.autograd.Function):
     """log softmax(logits) (..., V) at z (...): (...) float32. It saves only the logits, in their
-    own dtype, where cross_entropy saves a float32 copy and allocates a third, full of zeros."""
+    own dtype, where cross_entropy saves a float32 copy and allocates a third, full of zeros.
+
+    It avoids exp and logsumexp: on CPUs, exp is 10 times slower where it underflows, and most of a
+    confident encoder's probabilities do."""
 
     @staticmethod
     def forward(ctx, logits, z):
-        total = logits.float().logsumexp(dim=-1)
-        ctx.save_for_backward(logits, total, z)
-        return logits.gather(-1, z.unsqueeze(-1)).squeeze(-1).float() - total
+        ctx.save_for_backward(logits, z)
+        log_q = logits.log_softmax(dim=-1, dtype=torch.float32)
+        return log_q.gather(-1, z.unsqueeze(-1)).squeeze(-1)
 
     @staticmethod
     def backward(ctx, grad):
-        logits, total, z = ctx.saved_tensors
+        logits, z = ctx.saved_tensors
         grad = grad.unsqueeze(-1)
         # for the chosen logit: 1 - probability; for the others: - probability
-        result = (logits.float() - total.unsqueeze(-1)).exp_().mul_(-grad)
+        result = logits.softmax(dim=-1, dtype=torch.float32).mul_(-grad)
         return result.scatter_add_(-1, z.unsqueeze(-1), grad).to(logits.dtype), None
 
 
@@ -163,10 +166,11 @@ def attend(q, k, v, mask=None, causal=False):
     """
     if q.is_cuda or q.dtype != torch.float32 or k.size(2) > 16 or mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-    scores = (q @ k.transpose(2, 3)).mul_(q.size(3) ** -0.5)  # (N, heads, T, S)
+    # In base 2: exp is slow where it underflows, and for -inf.
+    scores = (q @ k.transpose(2, 3)).mul_(q.size(3) ** -0.5 * math.log2(math.e))  # (N, heads, T, S)
     if causal:
         scores.add_(scores.new_full(scores.shape[2:], -math.inf).triu_(1))
-    p = scores.sub_(scores.detach().amax(dim=3, keepdim=True)).exp_()
+    p = scores.sub_(scores.detach().amax(dim=3, keepdim=True)).exp2_()
     return p / p.sum(dim=3, keepdim=True) @ v
 
 
