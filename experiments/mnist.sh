@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# MNIST, 16,000 and 32,000 steps of 256 digits, 64 bits. SEEDS="0 1 2" for three seeds.
+# MNIST, 16,000 steps of 256 digits, two methods also for longer, 64 bits. SEEDS="0 1 2": three seeds.
 # assets/mnist_daps is daps_na_32000_s0: python eval.py RUN --export_to=assets/mnist_daps
 cd "$(dirname "$0")/.."
 . experiments/run.bash
@@ -12,6 +12,7 @@ for seed in ${SEEDS:-0}; do
   mnist daps_na daps_na 6e-3
   mnist daps_na_32000 daps_na 6e-3 --max_steps=32000
   mnist daps daps 6e-3 --aligned=True
+  mnist daps_28000 daps 6e-3 --aligned=True --max_steps=28000
   mnist fsq fsq 6e-3
   mnist vqvae vqvae 6e-3
   mnist gumbel_na gumbel_na 3e-3

@@ -58,6 +58,13 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def denormals():
+    """Each test leaves this process with denormal numbers, which setup_device turns off."""
+    yield
+    torch.set_flush_denormal(False)
+
+
 # ---------------------------------------------------------------------------------------------
 # scripts, in a process of their own or in this one
 
