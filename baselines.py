@@ -53,6 +53,14 @@ def elbo_loss(log_px, kl, beta):
     return beta * kl.mean() - log_px.mean(), metrics
 
 
+def token_kl(logits):
+    """KL of softmax(logits) to the uniform distribution, per token: (..., V) -> (...) float32, with
+    gradient. That of log q alone is left out: sum_v q d(log q) = d(sum_v q) = 0."""
+    q = logits.softmax(dim=-1, dtype=torch.float32)
+    log_q = logits.detach().log_softmax(dim=-1, dtype=torch.float32)
+    return (q * log_q).sum(dim=-1) + math.log(logits.size(-1))
+
+
 # ---------------------------------------------------------------------------------------------
 # Relaxations. Each turns logits (..., V) and noise into a row y (..., V) that is one-hot in value
 # and carries a gradient to the logits. All in float32.
@@ -165,8 +173,7 @@ class Relaxed(Method):
 
         y, logits = self.encoder.relaxed(x, choose)  # (N, B, V) each
         log_px = self.decoder.log_prob(x, y.unsqueeze(1))  # (N, 1)
-        log_q = logits.log_softmax(dim=-1)
-        kl = (log_q.exp() * log_q).sum(dim=(1, 2)) + y.size(1) * math.log(y.size(2))  # (N,)
+        kl = token_kl(logits).sum(dim=1)  # (N,)
         loss, metrics = elbo_loss(log_px, kl, beta)
         return loss, metrics | {"tau": self.tau.clone()}
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Relaxed, kmeans
+from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Relaxed, kmeans, token_kl
 from daps import DAPS, gather_batch
 
 
@@ -70,12 +70,6 @@ class TokenLogProb(torch.autograd.Function):
 def token_log_prob(logits, z):
     """log q of every token: logits (..., V), z (...) -> (...) float32, with gradient."""
     return TokenLogProb.apply(logits, z)
-
-
-def token_kl(logits):
-    """KL of softmax(logits) to the uniform distribution, per token: (..., V) -> (...) float32."""
-    log_q = logits.float().log_softmax(dim=-1)
-    return (log_q.exp() * log_q).sum(dim=-1) + math.log(logits.size(-1))
 
 
 def sinusoids(length, width):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from conftest import ROOT, log_prob_of_all
 from torch._dynamo.utils import counters
 
+from baselines import token_kl
 from configurator import defaults, read_config
 from daps import DAPS
 from models import (
@@ -30,7 +31,6 @@ from models import (
     draw,
     fsq_levels,
     n_parameters,
-    token_kl,
     token_log_prob,
     windows,
 )
@@ -167,13 +167,15 @@ def test_draw_inverts_the_distribution_function():
     assert draw(p.log(), u).tolist() == [0, 1, 1, 2, 2, 3, 3]
 
 
-def test_token_kl_matches_torch_distributions():
-    logits = 3 * torch.randn(5, 7)
+def test_token_kl_and_its_gradient_match_torch_distributions():
+    logits = (3 * torch.randn(5, 7)).requires_grad_()
     uniform = torch.distributions.Categorical(logits=torch.zeros(5, 7))
     expected = torch.distributions.kl_divergence(
         torch.distributions.Categorical(logits=logits), uniform
     )
     torch.testing.assert_close(token_kl(logits), expected)
+    found, wanted = (torch.autograd.grad(kl.sum(), logits) for kl in (token_kl(logits), expected))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_the_bernoulli_likelihood_matches_torch_distributions():
