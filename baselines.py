@@ -243,9 +243,9 @@ class PPO(Method):
             self.old_log_q = log_q.detach()
             self.target = (log_px.detach() - self.reward_mean) / self.reward_std  # (N, K)
             advantage = self.target - value.detach()
-            everyone = gather_batch(advantage)
-            self.scale = everyone.std() + 1e-6
-            self.advantage = (advantage - everyone.mean()) / self.scale
+            all_advantages = gather_batch(advantage)
+            self.scale = all_advantages.std() + 1e-6
+            self.advantage = (advantage - all_advantages.mean()) / self.scale
         ratio, advantage = (log_q - self.old_log_q).exp(), self.advantage.unsqueeze(2)  # (N, K, B)
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         surrogate = torch.minimum(ratio * advantage, clipped * advantage).sum(dim=2).mean()
@@ -394,28 +394,21 @@ class VQVAE(Quantised):
             self.codebook.copy_(kmeans(h, shuffled[:V], n_rounds=9))
             self.absorb(h, decay=0.0)  # a tenth round, which also sets the sums
         self.absorb(h, self.decay)
-        # Codes used for less than a twentieth of an even share of the batch start again elsewhere,
-        # as if they had been used for an eighth of it.
+        # Codes used for less than a twentieth of an even share of the batch move to vectors of the
+        # batch and count as used for an eighth of a share.
         share = len(h) / V
         dead = self.count < 0.05 * share  # (V,)
-        elsewhere = shuffled[dead.cumsum(0).sub(1).clamp_min(0)]  # the next vector per dead code
-        self.replace(dead, elsewhere, self.codebook)
-        self.replace(dead, elsewhere * share / 8, self.total)
-        self.replace(dead, torch.full_like(self.count, share / 8), self.count)
+        vectors = shuffled[dead.cumsum(0).sub(1).clamp_min(0)]  # the next one for each dead code
+        self.codebook.copy_(torch.where(dead.unsqueeze(1), vectors, self.codebook))
+        self.total.copy_(torch.where(dead.unsqueeze(1), vectors * share / 8, self.total))
+        self.count.masked_fill_(dead, share / 8)
 
     def absorb(self, h, decay):
         count, total = cluster_sums(h, self.codebook)
         self.count.lerp_(count, 1 - decay)
         self.total.lerp_(total, 1 - decay)
         mean = self.total / self.count.clamp_min(1e-6).unsqueeze(1)
-        self.replace(self.count > 1e-6, mean, self.codebook)
-
-    @staticmethod
-    def replace(where, values, *tensors):
-        """Write values into the rows of tensors where the mask (V,) is True."""
-        where = where.view(-1, *[1] * (values.dim() - 1))
-        for t in tensors:
-            t.copy_(torch.where(where, values, t))
+        self.codebook.copy_(torch.where(self.count.unsqueeze(1) > 1e-6, mean, self.codebook))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -31,10 +31,11 @@ import time
 from collections import Counter
 
 import torch
+from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
-from checkpoint import setup_device, write
+from checkpoint import as_bytes, setup_device, write
 from configurator import UserError, configure, defaults, read_config
 from daps import log_weights, solve_eta
 from data import TRAIN_NOISE, ArrayDataset, example_shape, uniform_noise
@@ -364,7 +365,7 @@ def bar():
         r = rows[dataset] = measure("bar", dataset)
         print(f"{dataset:22}", *(f"{r[part]:15.1f}" for part in PARTS), sep="  ")
     if picture:
-        draw_bars(rows).save(picture)
+        write(picture, as_bytes(Image.Image.save, draw_bars(rows), "PNG"))
         print(f"drawn in {picture}")
     return rows
 

@@ -25,7 +25,7 @@ from PIL import Image
 import fid
 from baselines import Gaussian, Quantised
 from checkpoint import as_bytes, load_checkpoint, read_log, restore, setup_device, write
-from configurator import UserError, configure
+from configurator import UserError, configure, require
 from data import DATA_DIR, VAL_NOISE, cached, load_dataset, uniform_noise
 from models import build_model, n_parameters
 from motion import FRAMES, LAFAN_VAL, film, frames_to_csv, joint_positions, side_by_side
@@ -218,15 +218,14 @@ def reconstruct(model, data, index, device):
 @torch.no_grad()
 def draw_pictures(model, data, device):
     """Pictures of reconstructions and of samples from the uniform prior, by file name."""
+    is_motion = data.name == "lafan"
+    columns = 1 if is_motion else images_per_row(data.shape[2])
     with torch.random.fork_rng(devices=[device] if "cuda" in device else []):  # the same every time
         torch.manual_seed(0)
-        if data.name == "lafan":
-            samples = data.frames(model.sample(6).mean)
-        else:
-            columns = images_per_row(data.shape[2])
-            samples = grid(data.unit(model.sample(6 * columns).mean), columns)
-    if data.name == "lafan":
-        return draw_motion(model, data, device, samples)
+        samples = model.sample(6 * columns).mean
+    if is_motion:
+        return draw_motion(model, data, device, data.frames(samples))
+    samples = grid(data.unit(samples), columns)
     columns = min(columns, data.n_val)
     index = data.val_index(min(4, data.n_val // columns) * columns)
     x, mean = reconstruct(model, data, index, device)
@@ -267,7 +266,7 @@ def save_picture(path, content):
         options = dict(save_all=True, append_images=rest, duration=33, loop=0)
         content = as_bytes(lambda page, file: page.save(file, "GIF", **options), first)
     elif isinstance(content, Image.Image):
-        content = as_bytes(lambda page, file: page.save(file, "PNG"), content)
+        content = as_bytes(Image.Image.save, content, "PNG")
     write(path, content)
 
 
@@ -333,7 +332,7 @@ def report(
         else:
             options = (device, batch_size, n_workers, inception)
             runs.append(evaluate_run(source, checkpoint, data_dir, *options))
-    runs = list({run["row"]["run"]: run for run in runs}.values())  # the later of two namesakes
+    runs = list({run["row"]["run"]: run for run in runs}.values())  # of two with a name, the later
     groups = group_by_seed(runs, per_run)
     print_table([summary([run["row"] for run in group]) for group in groups])
     if inception is None and any("fid" in run["row"] for run in runs):
@@ -345,10 +344,10 @@ def report(
         save_picture(curves, draw_curves(logs))
         print(f"curves of all runs: {curves}")
         for name in ("samples.png", "codes.png"):  # of the first seed of each
-            firsts = [group[0] for group in groups if "pictures" in group[0]]
-            pages = {run["row"]["run"]: run["pictures"].get(name) for run in firsts}
-            if pages:
+            firsts = [run for run, *_ in groups if name in run.get("pictures", {})]
+            if firsts:
                 path = os.path.join(os.path.dirname(curves), name)
+                pages = {run["row"]["run"]: run["pictures"][name] for run in firsts}
                 save_picture(path, stack(pages))
                 print(f"{name} of all runs: {path}")
     if record:
@@ -456,13 +455,18 @@ if __name__ == "__main__":
     settings, out_dirs = configure(globals(), sys.argv[1:])
     if not out_dirs:
         raise UserError("name at least one run: python eval.py out/glyphs_daps")
-    if batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}, must be at least 1")
+    require(
+        settings,
+        ("batch_size", lambda v: v >= 1, "at least 1"),
+        ("n_workers", lambda v: v >= 0, "zero or more"),
+    )
     if record and not record.endswith(".jsonl"):
         raise UserError(f"record is {record!r}, must end in .jsonl")
     settings["device"] = setup_device(device)
     if settings.pop("export_to"):
         if len(out_dirs) > 1:
             raise UserError(f"export_to takes one run; found {len(out_dirs)}")
+        if os.path.realpath(export_to) == os.path.realpath(out_dirs[0]):
+            raise UserError(f"export_to is {export_to!r}, must be another folder than the run's")
         export(out_dirs[0], checkpoint, export_to)
     report(out_dirs, **settings)

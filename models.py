@@ -383,7 +383,8 @@ class AutoregressiveEncoder(TokenEncoder):
 
     def sample_tokens(self, patches, n_samples, noise):
         N, B = len(patches), self.n_tokens
-        noise = uniform_like(patches, N, n_samples, B) if noise is None else noise
+        if noise is None:
+            noise = torch.rand(N, n_samples, B, device=patches.device)
         memory, query = self.start(patches)
         if self.compile_options is not None:
             key = noise.shape, memory[0][0].dtype
@@ -552,7 +553,7 @@ class OnePassEncoder(TokenEncoder):
     def forward(self, x, n_samples, noise=None, with_kl=False):
         logits = self.read_out(self.patch_encoder(x)).float()  # (N, B, V)
         if noise is None:
-            noise = uniform_like(logits, logits.size(0), n_samples, self.n_tokens)
+            noise = torch.rand(len(x), n_samples, self.n_tokens, device=x.device)
         z = draw(logits.detach(), noise.transpose(1, 2).contiguous())  # (N, B, K)
         log_q = logits.log_softmax(dim=-1).gather(2, z)  # (N, B, K)
         log_q = log_q.transpose(1, 2) if self.per_token else log_q.sum(dim=1)  # (N, K, B) or (N, K)
@@ -587,10 +588,6 @@ class VectorEncoder(nn.Module):
 
     def forward(self, x):
         return self.head(self.patch_encoder(x)).float()  # (N, B, dim)
-
-
-def uniform_like(t, *shape):
-    return torch.rand(shape, device=t.device)
 
 
 class Decoder(nn.Module):

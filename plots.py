@@ -60,14 +60,13 @@ def grid(images, columns, gap=4):
 
 
 def stack(pages, margin=24):
-    """Pictures {label: page} one above the other, each below its label; None is left out."""
-    pages = {label: page.convert("RGB") for label, page in pages.items() if page is not None}
-    width = max((page.width for page in pages.values()), default=1)
+    """Pictures {label: page} one above the other, each below its label."""
+    width = max(page.width for page in pages.values())
     height = sum(page.height + margin for page in pages.values())
-    whole, top = Image.new("RGB", (width, max(height, 1)), PAPER), 0
+    whole, top = Image.new("RGB", (width, height), PAPER), 0
     for label, page in pages.items():
         ImageDraw.Draw(whole).text((6, top + margin / 2), label, INK, font(), anchor="lm")
-        whole.paste(page, (0, top + margin))
+        whole.paste(page.convert("RGB"), (0, top + margin))
         top += page.height + margin
     return whole
 

@@ -269,12 +269,13 @@ def load_codes(out_dir, model, data, n_draws, seed, size=250):
     They are drawn from q(z|x) once and kept in codes.pt. Each training example has n_draws codes,
     drawn in successive epochs; for image folders, each is of a different crop.
     """
-    path, source = os.path.join(out_dir, "codes.pt"), [digest_of_model(out_dir), n_draws, seed]
+    path = os.path.join(out_dir, "codes.pt")
+    source = [digest_of_model(out_dir), data.key(), n_draws, seed]
     with suppress(Exception):  # not there yet, or damaged
         codes = torch.load(path, weights_only=True)
         if codes.pop("source") == source:
             return {key: value.long() for key, value in codes.items()}
-        print(f"{path} is of another best.pt, n_draws or seed: encoding again")
+        print(f"{path} is of another best.pt, data set, n_draws or seed: encoding again")
     n, n_tokens = n_draws * data.n_train, model.encoder.n_tokens
     labels = {split: getattr(data, f"y_{split}", None) for split in ("train", "val")}
     found = {"z_train": [], "y_train": [], "z_val": [], "y_val": []}
@@ -564,6 +565,7 @@ if __name__ == "__main__":
         settings,
         (f"{counts} lr", lambda v: v > 0, "positive"),
         ("guidance classifier_steps seed n_workers", lambda v: v >= 0, "zero or more"),
+        ("seed", lambda v: v < 2**32, "below 2**32"),
         ("label_dropout", lambda v: 0 <= v < 1, "in [0, 1)"),
         ("width", lambda v: v % n_heads == 0, "a multiple of n_heads"),
     )

@@ -176,8 +176,9 @@ device = setup_device(device)
 device_type = torch.device(device).type
 can_bfloat16 = device_type == "cuda" and has_bfloat16()
 dtype = settings["dtype"] = dtype or ("bfloat16" if can_bfloat16 else "float32")
-last_path, best_path, log_path, config_path = paths = [
-    os.path.join(out_dir, name) for name in ("last.pt", "best.pt", "log.jsonl", "config.json")
+last_path, best_path, log_path, config_path, _ = paths = [
+    os.path.join(out_dir, name)
+    for name in ("last.pt", "best.pt", "log.jsonl", "config.json", "eval.json")
 ]
 lock = claim(out_dir, paths, resume, overwrite) if is_main else None
 if world_size > 1:
@@ -409,6 +410,7 @@ while step < max_steps:
         stop.exit(f"at step {step}; the same command with --resume=True continues from here")
 
 bar.close()
+del batches  # ends the processes that read images
 if world_size > 1:
     dist.destroy_process_group()
 stop.advice = "all steps are done; the same command with --resume=True prints the table"

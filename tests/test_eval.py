@@ -351,6 +351,8 @@ def test_one_line_leaves_out_what_a_method_does_not_have():
         (("nowhere", "--checkpoints=last"), "did you mean checkpoint"),
         (("nowhere", "--device=cuba"), "cuba"),
         (("nowhere", "--batch_size=0"), "batch_size"),
+        (("nowhere", "--n_workers=-1"), "n_workers is -1, must be zero or more"),
+        (("RUN", "--export_to=RUN"), "must be another folder than the run's"),
         (("nowhere", "--record=x.json"), "must end in .jsonl"),
         (("nowhere.jsonl",), "nowhere.jsonl: No such file"),
         (("EMPTY.jsonl",), "EMPTY.jsonl is not a record of runs"),

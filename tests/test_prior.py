@@ -406,6 +406,7 @@ def test_images_without_labels_have_a_prior_too(tmp_path):
         (("nowhere",), f"nowhere{os.sep}best.pt does not exist"),
         (("{run}",), "holds a run: add --resume=True or --overwrite=True"),
         (("{run}", "--width=30"), "width is 30, must be a multiple of n_heads"),
+        (("{run}", f"--seed={2**64}"), "must be below 2**32"),
     ],
 )
 def test_what_a_user_can_mend_is_said_in_one_line(with_prior, options, message):

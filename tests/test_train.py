@@ -259,7 +259,10 @@ def test_an_out_dir_that_holds_a_run_is_refused_and_left_alone(forker, finished_
 def test_overwrite_replaces_a_run(forker, finished_twin, tmp_path):
     out_dir = tmp_path / "run"
     shutil.copytree(finished_twin, out_dir)
-    forker.finish(*TINY, "--max_steps=2", f"--out_dir={out_dir}", "--overwrite=True")
+    settings = (*TINY, "--max_steps=2", f"--out_dir={out_dir}", "--overwrite=True")
+    assert forker.train(*settings, fault=struck("step", 2)).code == -signal.SIGKILL
+    assert not (out_dir / "eval.json").exists()  # a sign that a run has finished
+    forker.finish(*settings)
     assert load_checkpoint(out_dir / "last.pt")["step"] == 2
     assert [row["step"] for row in log_rows(out_dir)] == [1, 2, 2]
 
