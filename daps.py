@@ -83,7 +83,7 @@ class DAPS(nn.Module):
     over x. Extra keyword arguments of forward() and encode() go to the encoder.
 
     Credit per token (ours, not the paper's): log_q and log_prob may be per token, (N, K, B), if
-    decoder.credit(log_px) turns log p of each token's own place in x into log p of a window around
+    decoder.credit(log_px) turns log p of each token's own region of x into log p of a window around
     it. Only that window then weights the token. If q factorises and the window covers all that a
     token can change, the dropped terms do not depend on the token: as eta grows, the expected
     gradient is the same, with less variance. A smaller window or an autoregressive q adds bias.

@@ -53,7 +53,7 @@ class Dataset:
     """Base of the data sets. Each has `name`, `shape` (of one x), `n_train`, `n_val`, `mean` and
     `std` (to standardise x) and the methods
 
-    train_examples(index)  training examples (N, *shape), not yet standardised
+    train_examples(index)  training examples (N, *shape), not yet standardised (or train_batch)
     val_examples(index)    the same for validation, and which entries of index they are: unreadable
                            examples are left out
     content(split)         arrays or bytes that are the same on all machines if the data are
@@ -571,7 +571,7 @@ def read_image(path, crop, size):
     """
     with Image.open(path, formats=FORMATS) as image:
         width, height = image.size
-        most = max(1 << 26, 100 * os.path.getsize(path))  # photographs have fewer than 50 per byte
+        most = max(1 << 26, 100 * os.path.getsize(path))  # photographs: fewer than 50 per byte
         if width * height > most:
             raise ValueError(f"{width} x {height} pixels, too many for a file of its size")
         if image.getexif().get(0x0112, 1) != 1:  # rotated or flipped

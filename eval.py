@@ -34,7 +34,7 @@ from plots import draw_codes, draw_curves, grid, images_per_row, stack, with_gap
 
 def load(out_dir, checkpoint="best", device="cpu"):
     """The trained model of a run, ready for use; its settings are in model.config. Its inputs and
-    outputs are standardised: x = (pixels - model.data_mean) / model.data_std."""
+    outputs are standardised: x = (pixels in [0, 1] - model.data_mean) / model.data_std."""
     path = os.path.join(out_dir, f"{checkpoint}.pt")
     saved = load_checkpoint(path, ("data_mean", "data_std", "x_shape", "seconds"))
     try:

@@ -13,7 +13,7 @@ A recognition model ("encoder") provides
 where noise (N, K, B), uniform in [0, 1), decides every token, so that a sample is a pure function
 of x and noise. A generative model ("decoder") provides
     decoder.log_prob(x, z) -> (N, K) float32 with gradient, for z (N, K, B); if decoder.window is
-                              set, (N, K, B): log p of each token's own place, see daps.py
+                              set, (N, K, B): log p of each token's own region, see daps.py
     decoder(z)             -> a torch distribution over x, for z (..., B)
 
 build_model, at the bottom, builds a method and its networks from the settings of a run.
@@ -156,7 +156,7 @@ def attend(q, k, v, mask=None, causal=False):
     """softmax(q k^T / sqrt(d)) v for queries (N, heads, T, d) and keys and values (N, heads, S, d).
 
     CPU kernels are slow at softmax over a handful of keys. Written out, it takes a sixth of the
-    time, and sampling codes of 8 tokens takes three quarters.
+    time, and sampling codes of 8 tokens three quarters.
     """
     if q.is_cuda or q.dtype != torch.float32 or k.size(2) > 16 or mask is not None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
@@ -597,7 +597,7 @@ class Decoder(nn.Module):
     there is no embedding table (vocab_size = 0), as vectors (..., B, H).
     """
 
-    window = 0  # side of the window for credit per token, in token places; 0: credit whole codes
+    window = 0  # side of the window for credit per token, in tokens; 0: credit whole codes
 
     def __init__(self, vocab_size, width):
         super().__init__()
@@ -700,7 +700,7 @@ class Residual(nn.Module):
 
 
 def halvings(x_shape, n_tokens):
-    """How many times to halve a square image until it has one place per token."""
+    """How many times to halve a square image until it has one pixel per token."""
     side, rest = math.isqrt(n_tokens), 0
     if side * side == n_tokens and x_shape[1] % side == 0:
         factor = x_shape[1] // side
@@ -756,7 +756,7 @@ class ResNetDecoder(Decoder):
         return F.avg_pool2d(log_px.sum(dim=2), patch).flatten(2) * patch**2  # (N, K, B)
 
     def credit(self, log_px):
-        """log p of each token's own place (N, K, B) -> log p of the window around it."""
+        """log p of each token's own region (N, K, B) -> log p of the window around it."""
         log_px = log_px.unflatten(2, (self.side, self.side))
         window = F.avg_pool2d(log_px, self.window, stride=1, padding=self.window // 2)
         return window.flatten(2) * self.window**2
@@ -904,11 +904,12 @@ def build_model(settings, x_shape):
         )
     else:
         encoder = OnePassEncoder(*code, *size)
-    code = (x_shape, s["n_tokens"], 0 if method in VECTORS else s["vocab_size"], s["width"])
+    n_vectors = 0 if method in VECTORS else s["vocab_size"]
+    shape = (x_shape, s["n_tokens"], n_vectors, s["width"])
     if s["dataset"] == "lafan":
-        decoder = MotionDecoder(*code, s["n_heads"], s["decoder_layers"], s["mlp_ratio"])
+        decoder = MotionDecoder(*shape, s["n_heads"], s["decoder_layers"], s["mlp_ratio"])
     else:
-        decoder = ResNetDecoder(*code) if x_shape[0] == 3 else MLPDecoder(*code)
+        decoder = ResNetDecoder(*shape) if x_shape[0] == 3 else MLPDecoder(*shape)
     if s["tied"] and method not in VECTORS:
         encoder.head = TiedHead(s["width"], decoder.embed)
     if s["credit_window"] and method in ("daps", "daps_na") and hasattr(decoder, "credit"):

@@ -327,8 +327,8 @@ def train(out_dir, n_tokens, vocab_size, n_labels, codes, stop):
         os.remove(path)
     log, model_digest = Log(log_path, step), digest_of_model(out_dir)
     n = len(codes["z_train"])
-    some = evenly(len(codes["z_val"]), 2**15 // n_tokens)
-    z_val, y_val = (codes[key][some].to(device) for key in ("z_val", "y_val"))
+    subset = evenly(len(codes["z_val"]), 2**15 // n_tokens)
+    z_val, y_val = (codes[key][subset].to(device) for key in ("z_val", "y_val"))
     u_val = uniform_noise(FLOW_VAL_NOISE, 0, 0, len(z_val), (2 * n_tokens + 1,), device=device)
     bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None)
     started, stop.advice = time.perf_counter(), ""
@@ -448,11 +448,11 @@ def measure(prior, model, data, codes, classifier):
     if n_labels:
         row["bits_marginals_label"] = given_label
         row["bits_flow_label"], _ = flow_bits(prior, z_val, y_val, *options)
-    some = evenly(len(z_val), 2**15 // n_tokens)
-    z_some, y_some = z_val[some], y_val[some]
+    subset = evenly(len(z_val), 2**15 // n_tokens)
+    z_subset, y_subset = z_val[subset], y_val[subset]
     for t in TIMES:
-        u = torch.rand(len(z_some), 2 * n_tokens, generator=generator)
-        values = (z_some, torch.full((len(u),), t), y_some, u)
+        u = torch.rand(len(z_subset), 2 * n_tokens, generator=generator)
+        values = (z_subset, torch.full((len(u),), t), y_subset, u)
         parts = zip(*(value.to(device).split(64) for value in values), strict=True)
         losses = [cross_entropy(prior, *part).item() * len(part[0]) for part in parts]
         row[f"ce_{t:g}"] = sum(losses) / len(u)

@@ -341,11 +341,11 @@ while step < max_steps:
         options = {"epoch": epoch} if epoch > 0 else {}
         buffers = [buffer.clone() for buffer in raw_model.buffers()]
         rows = []
-        for x, noise in parts:
+        for x_part, noise_part in parts:
             last = len(rows) == accumulate - 1
             with nullcontext() if last or world_size == 1 else model.no_sync():
                 with autocast:
-                    loss, metrics = model(x, beta, noise=noise, **options)
+                    loss, metrics = model(x_part, beta, noise=noise_part, **options)
                 (loss / accumulate).backward()  # DDP averages the gradients after the last part
             rows.append(torch.stack([loss.detach(), *metrics.values()]))
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf)
