@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# MNIST, 16,000 steps of 256 digits, two methods also for longer, 64 bits. SEEDS="0 1 2": three seeds.
+# MNIST, 16,000 steps of 256 digits, four methods also for longer, 64 bits. SEEDS="0 1 2": three seeds.
 # assets/mnist_daps is daps_na_32000_s0: python eval.py RUN --export_to=assets/mnist_daps
 cd "$(dirname "$0")/.."
 . experiments/run.bash
@@ -14,7 +14,9 @@ for seed in ${SEEDS:-0}; do
   mnist daps daps 6e-3 --aligned=True
   mnist daps_28000 daps 6e-3 --aligned=True --max_steps=28000
   mnist fsq fsq 6e-3
+  mnist fsq_32000 fsq 6e-3 --max_steps=32000
   mnist vqvae vqvae 6e-3
+  mnist vqvae_32000 vqvae 6e-3 --max_steps=32000
   mnist gumbel_na gumbel_na 3e-3
   mnist daps_na_decay_1e-4 daps_na 6e-3 --weight_decay=1e-4
   mnist daps_na_ours_decay_1e-4 daps_na 6e-3 config/ours.py --weight_decay=1e-4
@@ -25,9 +27,9 @@ for seed in ${SEEDS:-0}; do
   mnist gumbel_plain gumbel 3e-3
   mnist reinmax_na reinmax_na 3e-3
   mnist gaussian gaussian 3e-3
-  mnist ppo ppo 3e-3
-  mnist ppo_4 ppo 3e-3 --ppo_epochs=4
-  mnist rloo rloo 6e-3
+  mnist ppo ppo 3e-3 --aligned=True
+  mnist ppo_4 ppo 3e-3 --aligned=True --ppo_epochs=4
+  mnist rloo rloo 6e-3 --aligned=True
   mnist grmck_na grmck_na 3e-3
 done
 python eval.py out/mnist/* --curves=out/mnist.png --record=out/mnist.jsonl
