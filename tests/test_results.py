@@ -27,7 +27,6 @@ PAPER = {"MNIST", "CIFAR-10", "ImageNet", "LAFAN1"}  # columns of the table of t
 BEFORE_RECORDS = {
     "-45.96 +- 0.45",
     "-45.96 / 18.27",
-    "-46.39 +- 0.10",
     "-56.51 +- 1.02",
     "-56.58 +- 0.62",
     "-59.80 +- 1.04",
