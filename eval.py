@@ -332,7 +332,7 @@ def report(
         else:
             options = (device, batch_size, n_workers, inception)
             runs.append(evaluate_run(source, checkpoint, data_dir, *options))
-    runs = list({run["row"]["run"]: run for run in runs}.values())  # of two with a name, the later
+    runs = list({run["row"]["run"]: run for run in runs}.values())  # the later of equal names
     groups = group_by_seed(runs, per_run)
     print_table([summary([run["row"] for run in group]) for group in groups])
     if inception is None and any("fid" in run["row"] for run in runs):

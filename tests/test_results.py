@@ -23,7 +23,7 @@ COLUMNS = {  # of a table: key in a record, how it is printed
 PAIR = r"(?:-|-?\d+\.\d\d) / \d\d\.\d\d"  # beta-ELBO, or log p(x|z), and PSNR
 PAGES = ("README.md", "docs/results.md")
 PAPER = {"MNIST", "CIFAR-10", "ImageNet", "LAFAN1"}  # columns of the table of the paper's numbers
-# Single runs from before runs were recorded, and means over seeds with such a run among them.
+# Means over seeds, one of which was run before runs were recorded.
 BEFORE_RECORDS = {
     "-45.96 +- 0.45",
     "-45.96 / 18.27",
