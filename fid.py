@@ -35,49 +35,39 @@ class Conv(nn.Module):
 class Mixed(nn.Module):
     """Parallel branches of convolutions and one that pools, concatenated along channels.
 
-    branches  the name of each branch and its layers: (channels, kernel height, kernel width), or
-              (channels, "fork") for a 1 x 3 and a 3 x 1 convolution that read the same input
-    pool      "avg" or "max", followed by a 1 x 1 convolution to n_pool channels; or "down", where
-              pooling and the last layer of every branch have stride 2 and no padding
+    branches  layers by the name of their branch: (channels, kernel height, kernel width), where
+              (channels, "fork") is a 1 x 3 and a 3 x 1 convolution of the same input; if pooling
+              has stride 2, so has the last layer of each, without padding
+    n_pool    channels after a 1 x 1 convolution of what was pooled; 0: as they are
     """
 
-    def __init__(self, n_in, branches, pool, n_pool=0):
+    def __init__(self, n_in, n_pool, pool, **branches):
         super().__init__()
-        self.pool = pool
         self.branches = []  # the names of each branch's layers; a fork has two
         for branch, layers in branches.items():
             n, names = n_in, []
             for i, (n_out, *kernel) in enumerate(layers, 1):
                 name = f"{branch}_{i}" if len(layers) > 1 else branch
                 kernels = {name: kernel}
-                if kernel == ["fork"]:
+                if kernel == ["fork"]:  # only the last layer of a branch can be one
                     kernels = {f"{name}a": (1, 3), f"{name}b": (3, 1)}
                 for key, (h, w) in kernels.items():
-                    stride, padding = 1, (h // 2, w // 2)
-                    if pool == "down" and i == len(layers):
-                        stride, padding = 2, 0
-                    self.add_module(key, Conv(n, n_out, (h, w), stride, padding))
+                    down = pool.stride == 2 and i == len(layers)
+                    padding = 0 if down else (h // 2, w // 2)
+                    self.add_module(key, Conv(n, n_out, (h, w), 1 + down, padding))
                 names.append(list(kernels))
                 n = n_out
             self.branches.append(names)
-        if n_pool:
-            self.branch_pool = Conv(n_in, n_pool, 1)
+        self.pool, self.branch_pool = pool, Conv(n_in, n_pool, 1) if n_pool else nn.Identity()
 
     def forward(self, h):
         outputs = []
         for names in self.branches:
             last = [h]
-            for keys in names:  # only the last layer of a branch can be a fork
+            for keys in names:
                 last = [self.get_submodule(key)(last[0]) for key in keys]
             outputs += last
-        if self.pool == "down":
-            pooled = F.max_pool2d(h, 3, stride=2)
-        elif self.pool == "max":
-            pooled = self.branch_pool(F.max_pool2d(h, 3, stride=1, padding=1))
-        else:
-            pooled = F.avg_pool2d(h, 3, stride=1, padding=1, count_include_pad=False)
-            pooled = self.branch_pool(pooled)
-        return torch.cat([*outputs, pooled], dim=1)
+        return torch.cat([*outputs, self.branch_pool(self.pool(h))], dim=1)
 
 
 class Inception(nn.Module):
@@ -86,57 +76,44 @@ class Inception(nn.Module):
 
     def __init__(self):
         super().__init__()
+        average = nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)
+        maximum, halve = nn.MaxPool2d(3, stride=1, padding=1), nn.MaxPool2d(3, stride=2)
+        double = [(64, 1, 1), (96, 3, 3), (96, 3, 3)]
+
+        def mixed_5(n_in, n_pool):
+            one, five = [(64, 1, 1)], [(48, 1, 1), (64, 5, 5)]
+            branches = dict(branch1x1=one, branch5x5=five, branch3x3dbl=double)
+            return Mixed(n_in, n_pool, average, **branches)
+
+        def mixed_6(n):
+            seven = [(n, 1, 1), (n, 1, 7), (192, 7, 1)]
+            twice = [(n, 1, 1), (n, 7, 1), (n, 1, 7), (n, 7, 1), (192, 1, 7)]
+            branches = dict(branch1x1=[(192, 1, 1)], branch7x7=seven, branch7x7dbl=twice)
+            return Mixed(768, 192, average, **branches)
+
+        def mixed_7(n_in, pool):
+            three, twice = [(384, 1, 1), (384, "fork")], [(448, 1, 1), (384, 3, 3), (384, "fork")]
+            branches = dict(branch1x1=[(320, 1, 1)], branch3x3=three, branch3x3dbl=twice)
+            return Mixed(n_in, 192, pool, **branches)
+
         self.Conv2d_1a_3x3 = Conv(3, 32, 3, stride=2)
         self.Conv2d_2a_3x3 = Conv(32, 32, 3)
         self.Conv2d_2b_3x3 = Conv(32, 64, 3, padding=1)
         self.Conv2d_3b_1x1 = Conv(64, 80, 1)
         self.Conv2d_4a_3x3 = Conv(80, 192, 3)
-
-        def mixed_5(n_in, n_pool):
-            branches = {
-                "branch1x1": [(64, 1, 1)],
-                "branch5x5": [(48, 1, 1), (64, 5, 5)],
-                "branch3x3dbl": [(64, 1, 1), (96, 3, 3), (96, 3, 3)],
-            }
-            return Mixed(n_in, branches, "avg", n_pool)
-
-        def mixed_6(n):
-            branches = {
-                "branch1x1": [(192, 1, 1)],
-                "branch7x7": [(n, 1, 1), (n, 1, 7), (192, 7, 1)],
-                "branch7x7dbl": [(n, 1, 1), (n, 7, 1), (n, 1, 7), (n, 7, 1), (192, 1, 7)],
-            }
-            return Mixed(768, branches, "avg", 192)
-
-        def mixed_7(n_in, pool):
-            branches = {
-                "branch1x1": [(320, 1, 1)],
-                "branch3x3": [(384, 1, 1), (384, "fork")],
-                "branch3x3dbl": [(448, 1, 1), (384, 3, 3), (384, "fork")],
-            }
-            return Mixed(n_in, branches, pool, 192)
-
         self.Mixed_5b, self.Mixed_5c = mixed_5(192, 32), mixed_5(256, 64)
         self.Mixed_5d = mixed_5(288, 64)
-        branches = {
-            "branch3x3": [(384, 3, 3)],
-            "branch3x3dbl": [(64, 1, 1), (96, 3, 3), (96, 3, 3)],
-        }
-        self.Mixed_6a = Mixed(288, branches, "down")
+        self.Mixed_6a = Mixed(288, 0, halve, branch3x3=[(384, 3, 3)], branch3x3dbl=double)
         self.Mixed_6b, self.Mixed_6c = mixed_6(128), mixed_6(160)
         self.Mixed_6d, self.Mixed_6e = mixed_6(160), mixed_6(192)
-        branches = {
-            "branch3x3": [(192, 1, 1), (320, 3, 3)],
-            "branch7x7x3": [(192, 1, 1), (192, 1, 7), (192, 7, 1), (192, 3, 3)],
-        }
-        self.Mixed_7a = Mixed(768, branches, "down")
-        self.Mixed_7b, self.Mixed_7c = mixed_7(1280, "avg"), mixed_7(2048, "max")
+        three, seven = [(192, 1, 1), (320, 3, 3)], [(192, 1, 1), (192, 1, 7), (192, 7, 1)]
+        self.Mixed_7a = Mixed(768, 0, halve, branch3x3=three, branch7x7x3=[*seven, (192, 3, 3)])
+        self.Mixed_7b, self.Mixed_7c = mixed_7(1280, average), mixed_7(2048, maximum)
         self.fc = nn.Linear(2048, 1008)  # in the file, but not used
 
     def forward(self, images):
         """Images (N, 3, height, width) in [0, 1] -> pool3 features (N, 2048)."""
-        h = F.interpolate(images, size=(299, 299), mode="bilinear", align_corners=False)
-        h = 2 * h - 1
+        h = 2 * F.interpolate(images, size=(299, 299), mode="bilinear") - 1
         for name, module in self.named_children():
             if name in ("Conv2d_3b_1x1", "Mixed_5b"):
                 h = F.max_pool2d(h, 3, stride=2)

@@ -1,17 +1,17 @@
 """LAFAN1 on the Unitree H1 robot: kinematics, features of motion and their inverse, stick figures.
 
 The data are 40 CSV files of human motion retargeted to the robot, at 30 frames per second. A frame
-is one line of 26 numbers: position of the pelvis in metres (3), its orientation as a quaternion
-x y z w (4), joint angles in radians (19). Networks see segments of 32 frames as features:
+is 26 numbers: position of the pelvis in metres (3), its orientation as a quaternion x y z w (4),
+joint angles in radians (19). Networks see segments of 32 frames as features:
 
     read_motion         file                ->  frames (n, 26)
     motion_features     frames of one file  ->  a clip: what does not depend on the segment
     Segments            clips               ->  features (N, 32, 146)
-    features_to_frames  features            ->  frames (N, 32, 26)
+    features_to_frames  features            ->  frames (N, 32, 26), relative to the segment's origin
+    FeatureScale        frames or features  <-> what networks see, (N, 32, 121)
 
-N segments, n frames, 19 links, one per joint. Quaternions are (..., 4), real part first, except in
-frames. No gradient is needed anywhere. This file imports nothing from this project: it can be
-copied alone.
+N segments, n frames, 19 links, one per joint. Quaternions have the real part first, except in
+frames. This file imports nothing from this project: it can be copied alone.
 """
 
 import math
@@ -19,51 +19,10 @@ import math
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import nn
 
-LAFAN_URL = "https://huggingface.co/datasets/lvhaidong/LAFAN1_Retargeting_Dataset/resolve/main/h1/"
-LAFAN_VAL = ("dance2_subject2", "fight1_subject2", "run2_subject1", "walk2_subject4")
-LAFAN_FILES = {  # sha256 of each file, named without .csv
-    "dance1_subject1": "741ffc4541e0b235528b662cc5d48444e51eb1f583a644104d0f77eb74aaa33a",
-    "dance1_subject2": "879a41e51dff423a6f38ecd1c46e2200a3a0b49378295baae9b90bf45a3d0cc2",
-    "dance1_subject3": "345f832292cd679d4ad0df4e8d470fbe2a59021665e05147557445d71710ec43",
-    "dance2_subject1": "dd0bb1d670e10e922088039cfed0ffe6d92cfc679a5c5c4b7c67fa9d2dab484f",
-    "dance2_subject2": "3d85b8805ee7dd60ae642fda7bcbc16f50cd51729b009310c57275776f48c4d5",
-    "dance2_subject3": "7f923152099c51b5c991f4fbd15c306938107a3831ed07e0918cfb963cc868ab",
-    "dance2_subject4": "cc9cc0b09833a9c76f1fa80fa011155401d2578c8f51214510c351e63f159ded",
-    "dance2_subject5": "79131f6c85a47d940a34a9c80fc100e85d26bec0f94e19b911eb7289867112e3",
-    "fallAndGetUp1_subject1": "3f3ce6dae557824cf8c403612fbe5cb638016a09b2e7e76afd5410a97b971eed",
-    "fallAndGetUp1_subject4": "47b93bf42490ff86c4ac4165f8485ede096e0dcd663e688793587cebf3067663",
-    "fallAndGetUp1_subject5": "304bf9f677023ee264090cfbc33692168c8e1218291c3e953c4d17dfe84fbf51",
-    "fallAndGetUp2_subject2": "40d66b9518d87f4546111f08c7d3af47d8bff5fefeb5938c717bcf590a8e4911",
-    "fallAndGetUp2_subject3": "0122a6356b49504608a4a5b3c69e89f01b56ecb4ff9d3ee252259b49baeb8c95",
-    "fallAndGetUp3_subject1": "a13f9979f6198e2357fb75047dbeeac1de38f4b1332f40605f1a834d63bac03b",
-    "fight1_subject2": "43cb12bcd690b99c3ad6c4d81131e386b3feb6c5eb667d5521c5d05f6d9b6e9e",
-    "fight1_subject3": "3f3b02b77d22cc5d0fd1b8347e27847f951f6bbb8b35e32115a0331c2eaf2bab",
-    "fight1_subject5": "1fdc44087a23300bd2a3998738b539f8074e0be7b7c8a4d0a3f82b604b714a32",
-    "fightAndSports1_subject1": "79aeb659913b754fb69356a3e2d24fc08106791a80df4b131c144a87e908f86f",
-    "fightAndSports1_subject4": "dc9225f5fdf0015d23f6e3db3f5d4047278b1c67eb3b18a461c13cc3ec6da6cf",
-    "jumps1_subject1": "277ce96fb63f00732df09bc8372f1d09b7e955896528a87c88afd728464fa24a",
-    "jumps1_subject2": "7ad7683dd2d5289fb37e5ee1b10c53a45f152f94e1f1236edd219cdca05d21f3",
-    "jumps1_subject5": "6ed9772cdabbfb39f831b0fbe93bcc5f1876562ef8865370a24516a5d3742949",
-    "run1_subject2": "f04071a7c590f7368ee2ea2d055ce259993c75cbf11dd041c257414e1f095f63",
-    "run1_subject5": "a7b911995e0aded12dffe1bf49a104efadc7fd14aaf1b796053ce50f69f9df21",
-    "run2_subject1": "579d6091313657390d1d74d478ba62fe39e07da1de2c627c4f524f95e5245f5b",
-    "run2_subject4": "6221913b21e2f065cba8f7efc0d9b2fa19fffdaa470d497e97fe21927ec628c0",
-    "sprint1_subject2": "8fa0d2d6ff808fde3bf735f09d96e803ecca879a86129696df162552bf1e22da",
-    "sprint1_subject4": "6f3196c818c7114299b0cfdd3d4e3091f2f19243f8bfc709ca2d9f1534a73522",
-    "walk1_subject1": "38ef42249a9e8a4c658a46ad00aaf00a61e28992b5da5a97ab3f032a935280bf",
-    "walk1_subject2": "c290ee82e1493c8db8fe36a777d803ceb495d753f10569df334ef555941c07f6",
-    "walk1_subject5": "a1a1ba3d66454a526dc60923738142099a534c6d946eb8090051e22bda70aec5",
-    "walk2_subject1": "5abc173b40fd615df1f453d0ea4358abffd143cb5d817c3b2aaee4c9584ec4de",
-    "walk2_subject3": "e61d392146b015e17696288d06a3a960e81b8b0f0b4eda92568f36232dab8e66",
-    "walk2_subject4": "e9486c7c1884e76544dbd3b60c2e979a695e34031021fcc5433e89c7664f969a",
-    "walk3_subject1": "97365395f9992b66e68ff906837821f7477ce19bbbcfe25c18cf01c78d6b0e0c",
-    "walk3_subject2": "04bf99cad408b70c99ed64d0cf33bf1e595a4d6026be76a2bcfdb35ecc742a3c",
-    "walk3_subject3": "ea6f3af5b9b7cfc8092e7ec6e4e13e83387318c6bd1b7fc8cc42e522e0540d89",
-    "walk3_subject4": "6736207f56c5806b1e1fb0552fbefe8bc27170d5b7d7f20f561182797becee73",
-    "walk3_subject5": "7a001fb33ac10037c5fd6bd340086fc9c796793cedb0bb1a58e48b1f432fcaeb",
-    "walk4_subject1": "de335cb7a81988a43545be8e7bbe21ba066d9c1bc793f5e6372e44ff2870b559",
-}
+LAFAN_VAL = ("dance2_subject2", "fight1_subject2", "run2_subject1", "walk2_subject4")  # files
+GROUND = torch.tensor([1, 1, 0])  # position * GROUND is the point on the ground below
 FRAMES, FPS = 32, 30  # of a segment; per second
 N_LINKS, N_ROOT = 19 * 7, 13  # columns of features: position and rotation of each link; the root
 
@@ -105,7 +64,7 @@ def frames_to_csv(frames):
 
 
 # ---------------------------------------------------------------------------------------------
-# quaternions
+# kinematics
 
 
 def quat_mul(a, b):
@@ -123,8 +82,7 @@ def quat_conj(q):
 
 def quat_rotate(q, v):
     """Vectors v (..., 3) rotated by unit quaternions q (..., 4)."""
-    w, u = q[..., :1], q[..., 1:]
-    u, v = torch.broadcast_tensors(u, v)
+    w, (u, v) = q[..., :1], torch.broadcast_tensors(q[..., 1:], v)
     cross = 2 * torch.linalg.cross(u, v)
     return v + w * cross + torch.linalg.cross(u, cross)
 
@@ -139,10 +97,6 @@ def quat_from_axis_angle(axis, angle):
 def nonnegative_real(q):
     """The one of a rotation's two quaternions that has w >= 0."""
     return q * torch.where(q[..., :1] < 0, -1.0, 1.0)
-
-
-# ---------------------------------------------------------------------------------------------
-# kinematics
 
 
 def forward_kinematics(angles):
@@ -162,9 +116,8 @@ def forward_kinematics(angles):
 def inverse_kinematics(rotations):
     """Joint angles (..., 19) from the links' rotations (..., 19, 4), which need not be exact: any
     rotation that a joint cannot make is dropped."""
-    angles = []
+    pelvis, angles = rotations.new_tensor([1.0, 0, 0, 0]), []
     for j, (_, parent, _, axis, tilt, middle) in enumerate(H1):
-        pelvis = rotations.new_tensor([1.0, 0, 0, 0])
         above = rotations[..., parent - 1, :] if parent else pelvis
         joint = quat_mul(quat_conj(above), rotations[..., j, :])
         joint = quat_mul(quat_from_axis_angle("x", rotations.new_tensor(-tilt)), joint)
@@ -182,8 +135,7 @@ def joint_positions(frames):
 
 
 def frame_errors(true, decoded):
-    """Errors of decoded frames (N, n, 26), means over n and joints: distance of joints in cm (N,),
-    difference of joint angles in degrees (N,)."""
+    """Mean errors of frames (N, n, 26): of joints in cm (N,), of joint angles in degrees (N,)."""
     distance = (joint_positions(true) - joint_positions(decoded)).norm(dim=-1)  # (N, n, 20)
     angle = (true[..., 7:] - decoded[..., 7:]).abs()  # (N, n, 19)
     angle = torch.minimum(angle, 2 * math.pi - angle) * 180 / math.pi
@@ -195,49 +147,63 @@ def frame_errors(true, decoded):
 
 
 def motion_features(frames):
-    """The features of a file that do not depend on the segment. Frames (n, 26) float64 -> positions
-    and rotations of the links in the pelvis frame (n, 133) float32; position (n, 3) and rotation
-    (n, 4) of the root in the world; its linear and angular velocity in its own frame (n, 6)."""
-    frames = torch.from_numpy(frames)
-    positions, rotations = forward_kinematics(frames[:, 7:])
-    links = torch.cat([positions, nonnegative_real(rotations)], dim=-1).flatten(1).float()
-    root, q = frames[:, :3], frames[:, [6, 3, 4, 5]]
-    q = q / q.norm(dim=1, keepdim=True)
-    later = torch.arange(len(q)).add(1).clamp_max(len(q) - 1)
-    earlier = torch.arange(len(q)).sub(1).clamp_min(0)
+    """Frames (..., n, 26) -> positions and rotations of the links in the pelvis frame (..., n, 133)
+    float32; position (..., n, 3) and rotation (..., n, 4) of the root in the world; its linear and
+    angular velocity in its own frame (..., n, 6), by central differences, one-sided at the ends."""
+    frames = torch.as_tensor(frames, dtype=torch.float64)
+    positions, rotations = forward_kinematics(frames[..., 7:])
+    links = torch.cat([positions, nonnegative_real(rotations)], dim=-1).flatten(-2).float()
+    root, q = frames[..., :3], nn.functional.normalize(frames[..., [6, 3, 4, 5]], dim=-1)
+    t = torch.arange(frames.size(-2))
+    earlier, later = (t - 1).clamp_min(0), (t + 1).clamp_max(len(t) - 1)
     seconds = (later - earlier).unsqueeze(1) / FPS  # (n, 1)
-    linear = quat_rotate(quat_conj(q), root[later] - root[earlier]) / seconds
-    change = nonnegative_real(quat_mul(quat_conj(q[earlier]), q[later]))
-    sine = change[:, 1:].norm(dim=1, keepdim=True)
-    angle = 2 * torch.atan2(sine, change[:, :1])
-    angular = change[:, 1:] / sine.clamp_min(1e-12) * angle / seconds
-    return links, root, q, torch.cat([linear, angular], dim=1)
+    linear = quat_rotate(quat_conj(q), root[..., later, :] - root[..., earlier, :]) / seconds
+    change = nonnegative_real(quat_mul(quat_conj(q[..., earlier, :]), q[..., later, :]))
+    sine = change[..., 1:].norm(dim=-1, keepdim=True)
+    angle = 2 * torch.atan2(sine, change[..., :1])
+    angular = change[..., 1:] / sine.clamp_min(1e-12) * angle / seconds
+    return links, root, q, torch.cat([linear, angular], dim=-1)
+
+
+def segment_features(links, root, q, velocity):
+    """motion_features of segments, (..., 32, d) each -> features (..., 32, 146) float64, with
+    position and rotation of the root relative to the segment's origin."""
+    point, heading = ground_frame(root[..., :1, :], q[..., :1, :])  # (..., 1, d)
+    back = quat_conj(heading)
+    root, q = quat_rotate(back, root - point), quat_mul(back, q)
+    # A rotation has two quaternions: w >= 0 in the first frame, then no jumps.
+    flips = (q[..., 1:, :] * q[..., :-1, :]).sum(dim=-1, keepdim=True).sign()
+    first = torch.where(q[..., :1, :1] < 0, -1.0, 1.0).to(q)
+    q = q * torch.cat([first, flips], dim=-2).cumprod(dim=-2)
+    return torch.cat([links, root, q, velocity], dim=-1)
 
 
 def ground_frame(root, q):
-    """The origin of a segment that starts with the root at root (N, 3) and rotation q (N, 4): the
-    point on the ground below (N, 3), and the rotation about z that turns x ahead (N, 4)."""
+    """The origin of a segment that starts with the root at root (..., 3) and rotation q (..., 4):
+    the point on the ground below, and the rotation about z that turns x ahead."""
     w, x, y, z = q.unbind(dim=-1)
     yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
-    return root * root.new_tensor([1, 1, 0]), quat_from_axis_angle("z", yaw)
+    return root * GROUND.to(root), quat_from_axis_angle("z", yaw)
+
+
+def features_to_frames(features):
+    """Features (..., 32, 146), exact or not -> frames (..., 32, 26) relative to the origin."""
+    links, root, q, _ = features.split((N_LINKS, 3, 4, 6), dim=-1)
+    rotations = nn.functional.normalize(links.unflatten(-1, (19, 7))[..., 3:], dim=-1)
+    q = nn.functional.normalize(q, dim=-1)[..., [1, 2, 3, 0]]
+    return torch.cat([root, q, inverse_kinematics(rotations)], dim=-1)
 
 
 class Segments:
     """Segments of 32 frames that start every `stride` frames of each clip; none spans two clips.
+    segments[index] are their features (N, 32, 146) float64."""
 
-    segments[index] are features (N, 32, 146) float64. Links (133): position and rotation of each of
-    19 in the frame of the pelvis. Root (13): position and rotation relative to the segment's origin
-    (ground_frame of its first frame), linear and angular velocity in its own frame.
-    """
-
-    def __init__(self, clips, stride):
-        """clips: motion_features of each file."""
+    def __init__(self, clips, stride):  # clips: motion_features of each file
         self.parts = [torch.cat(part) for part in zip(*clips, strict=True)]
-        ends = np.cumsum([len(links) for links, *_ in clips])
-        begins = [0, *ends[:-1]]
-        starts = [
-            torch.arange(a, b - FRAMES + 1, stride) for a, b in zip(begins, ends, strict=True)
-        ]
+        starts, n = [], 0
+        for links, *_ in clips:
+            starts.append(torch.arange(n, n + len(links) - FRAMES + 1, stride))
+            n += len(links)
         self.starts = torch.cat(starts)  # the first frame of each segment
         self.by_clip = torch.arange(len(self.starts)).split([len(part) for part in starts])
 
@@ -246,50 +212,64 @@ class Segments:
 
     def __getitem__(self, index):
         index = self.starts[index].unsqueeze(1) + torch.arange(FRAMES)  # (N, 32)
-        links, root, q, velocity = (part[index] for part in self.parts)
-        point, heading = ground_frame(root[:, 0], q[:, 0])
-        back = quat_conj(heading).unsqueeze(1)  # (N, 1, 4)
-        root, q = quat_rotate(back, root - point.unsqueeze(1)), quat_mul(back, q)
-        # A rotation has two quaternions: w >= 0 in the first frame, then no jumps.
-        flips = (q[:, 1:] * q[:, :-1]).sum(dim=-1, keepdim=True).sign()
-        first = torch.where(q[:, :1, :1] < 0, -1.0, 1.0).to(q)
-        q = q * torch.cat([first, flips], dim=1).cumprod(dim=1)
-        return torch.cat([links, root, q, velocity], dim=-1)
+        return segment_features(*(part[index] for part in self.parts))
 
-    def origin(self, index):
-        """The origins of segments in the world: ground_frame of their first frames."""
-        start = self.starts[index]
-        return ground_frame(self.parts[1][start], self.parts[2][start])
+    def to_world(self, frames, index):
+        """Frames (N, 32, 26) relative to the origins of these segments, in world coordinates."""
+        start = self.starts[index].unsqueeze(1)  # (N, 1)
+        point, heading = ground_frame(self.parts[1][start], self.parts[2][start])
+        root = quat_rotate(heading, frames[..., :3]) + point
+        q = quat_mul(heading, frames[..., [6, 3, 4, 5]])
+        return torch.cat([root, q[..., [1, 2, 3, 0]], frames[..., 7:]], dim=-1)
 
-    def statistics(self):
-        """Mean, variance and range (largest minus smallest value) of the features, (146,) each: of
-        links over all frames, of the root over every sixteenth segment."""
-        links = self.parts[0]
-        root = self[torch.arange(0, len(self), FRAMES // 2)][..., -N_ROOT:].flatten(0, 1)
-        mean, var, low, high = (
-            torch.cat([f(links, 0), f(root, 0)])
-            for f in (torch.mean, torch.var, torch.amin, torch.amax)
-        )
-        return mean, var, high - low
+    def frames(self, index):
+        """The frames of these segments in the world: (N, 32, 26)."""
+        return self.to_world(features_to_frames(self[index]), index)
 
 
-def features_to_frames(features, origin=None):
-    """Features (N, 32, 146) float64, which need not be exact -> frames (N, 32, 26): relative to
-    each segment's origin or, if origin (point, heading) is given, in the world."""
-    rotations = features[..., :N_LINKS].unflatten(-1, (19, 7))[..., 3:]
-    rotations = rotations / rotations.norm(dim=-1, keepdim=True).clamp_min(1e-9)
-    root, q = features[..., N_LINKS : N_LINKS + 3], features[..., N_LINKS + 3 : N_LINKS + 7]
-    q = q / q.norm(dim=-1, keepdim=True).clamp_min(1e-9)
-    if origin is not None:
-        point, heading = (part.unsqueeze(1) for part in origin)
-        root, q = quat_rotate(heading, root) + point, quat_mul(heading, q)
-    return torch.cat([root, q[..., [1, 2, 3, 0]], inverse_kinematics(rotations)], dim=-1)
+class FeatureScale(nn.Module):
+    """Standardises motion: frames (..., 32, 26) or features (..., 32, 146) -> (..., 32, 121): what
+    hardly varies in training is dropped. unit: a step of 1 as a share of the range in training."""
+
+    def __init__(self, mean, std, unit, kept):  # mean (146,) of all, std and unit of those kept
+        super().__init__()
+        for name, value in (("mean", mean), ("std", std), ("unit", unit), ("kept", kept)):
+            self.register_buffer(name, value)
+
+    @classmethod
+    def blank(cls, n_features):
+        """To be filled from a checkpoint."""
+        ones = torch.ones(n_features)
+        return cls(torch.zeros(N_LINKS + N_ROOT), ones, ones, ones.long())
+
+    @classmethod
+    def measure(cls, segments):
+        """From training segments: of links over all frames, of the root over every sixteenth."""
+        links = segments.parts[0]
+        root = segments[torch.arange(0, len(segments), FRAMES // 2)][..., -N_ROOT:].flatten(0, 1)
+        functions = (torch.mean, torch.var, torch.amin, torch.amax)
+        mean, var, low, high = (torch.cat([f(links, 0), f(root, 0)]) for f in functions)
+        kept = (var >= 1e-5).nonzero().squeeze(1)
+        std, span = var.sqrt().float()[kept], (high - low).float()[kept]
+        return cls(mean.float(), std, std / span, kept)
+
+    def forward(self, x):
+        if x.size(-1) == 26:
+            x = segment_features(*motion_features(x.cpu())).float().to(x.device)
+        return (x[..., self.kept] - self.mean[self.kept]) / self.std
+
+    def inverse(self, x):
+        """Frames (..., 32, 26) float64 on the CPU."""
+        features = self.mean.double().cpu().expand(*x.shape[:-1], -1).clone()
+        features[..., self.kept.cpu()] = (x * self.std + self.mean[self.kept]).double().cpu()
+        return features_to_frames(features)
 
 
 # ---------------------------------------------------------------------------------------------
 # stick figures
 
 INK, PAPER, LEFT, RIGHT = (40, 40, 40), (255, 255, 255), (31, 90, 180), (214, 84, 32)
+FONT = ImageFont.load_default(13)
 BONES = [{"left": LEFT, "right": RIGHT}.get(name.split()[0], INK) for name, *_ in H1]
 
 
@@ -299,11 +279,9 @@ def draw_figure(pen, joints, left, top, size):
     neck = joints[[12, 16]].mean(dim=0)  # between the shoulders, which are drawn attached to it
     head = neck + 0.15 * (neck - joints[0]) / (neck - joints[0]).norm().clamp_min(1e-6)
     x, y, z = torch.cat([joints, neck[None], head[None]]).unbind(dim=-1)  # (22,) each
-    across, up = (y - x) / 2**0.5, z + 0.12 * (x + y)
-    points = [
-        (left + size * (0.5 + a / 1.8), top + size * (0.95 - b / 1.8))
-        for a, b in zip(across.tolist(), up.tolist(), strict=True)
-    ]
+    across = left + size * (0.5 + (y - x) / 2**0.5 / 1.8)
+    down = top + size * (0.95 - (z + 0.12 * (x + y)) / 1.8)
+    points = list(zip(across.tolist(), down.tolist(), strict=True))
     thickness = max(2, size // 40)
     pen.line([points[0], points[20]], INK, thickness)
     for j, (_, parent, *_) in enumerate(H1):
@@ -311,18 +289,13 @@ def draw_figure(pen, joints, left, top, size):
     pen.circle(points[21], size // 20, INK)
 
 
-def on_the_spot(joints, root):
-    """Joints (n, 20, 3), shifted so that the pelvis root (n, 1, 3) stays above one point."""
-    return joints - root * root.new_tensor([1, 1, 0])
-
-
 def film(rows, frame_numbers, size=120):
     """One picture: a row for each (label, joints (n, 20, 3)), a column for each frame number."""
     page = Image.new("RGB", (110 + len(frame_numbers) * size, len(rows) * size), PAPER)
-    pen, font = ImageDraw.Draw(page), ImageFont.load_default(13)
+    pen = ImageDraw.Draw(page)
     for i, (label, joints) in enumerate(rows):
-        joints = on_the_spot(joints, joints[:, :1])
-        pen.text((6, (i + 0.5) * size), label, INK, font, anchor="lm")
+        joints = joints - joints[:, :1] * GROUND
+        pen.text((6, (i + 0.5) * size), label, INK, FONT, anchor="lm")
         for column, t in enumerate(frame_numbers):
             draw_figure(pen, joints[t], 110 + column * size, i * size, size)
     return page
@@ -331,14 +304,36 @@ def film(rows, frame_numbers, size=120):
 def side_by_side(true, decoded, size=300):
     """The images of an animation, one for each of n frames (n, 26): the true figure on the left,
     the decoded one on the right, both centred on the true pelvis, so that drift shows."""
-    font, pages = ImageFont.load_default(13), []
     true, decoded = joint_positions(true), joint_positions(decoded)  # (n, 20, 3)
-    pair = [on_the_spot(joints, true[:, :1]) for joints in (true, decoded)]
-    for figures in zip(*pair, strict=True):
+    root, pages = true[:, :1] * GROUND, []
+    for pair in zip(true - root, decoded - root, strict=True):
         page = Image.new("RGB", (2 * size, size), PAPER)
         pen = ImageDraw.Draw(page)
-        for i, (label, joints) in enumerate(zip(("true", "decoded"), figures, strict=True)):
+        for i, (label, joints) in enumerate(zip(("true", "decoded"), pair, strict=True)):
             draw_figure(pen, joints, i * size, 0, size)
-            pen.text((i * size + 8, 8), label, INK, font)
+            pen.text((i * size + 8, 8), label, INK, FONT)
         pages.append(page.quantize(32))
     return pages
+
+
+def motion_pictures(segments, decode, samples):
+    """Pictures of validation segments, of their reconstructions decode(index), (N, 32, 26), and of
+    samples, by file name; the first file, decoded segment by segment, as CSV and its start as GIF.
+    """
+
+    def in_the_world(index):
+        return segments.frames(index), segments.to_world(decode(index), index)
+
+    files, rows = segments.by_clip, []  # the segments of each file
+    middles = torch.stack([index[len(index) // 2] for index in files])
+    for name, true, ours in zip(LAFAN_VAL, *in_the_world(middles), strict=True):
+        rows.append((name.replace("_subject", "\nsubject "), joint_positions(true)))
+        rows.append(("decoded", joint_positions(ours)))
+    drawn = [(f"sample {i + 1}", joint_positions(frames)) for i, frames in enumerate(samples)]
+    true, ours = (frames.flatten(0, 1) for frames in in_the_world(files[0]))
+    return {
+        "reconstructions.png": film(rows, range(0, FRAMES, 4)),
+        "samples.png": film(drawn, range(0, FRAMES, 4)),
+        "motion.csv": frames_to_csv(ours),
+        "motion.gif": side_by_side(true[:224], ours[:224]),
+    }

@@ -10,5 +10,4 @@ base = "cifar10.py"
 method = "gumbel"
 beta_init = 6.0
 lr = 1e-4
-lr_schedule = "cosine"
-lr_final = 1e-5
+lr_final = 0.1  # of lr

@@ -11,5 +11,4 @@ method = "grmck"
 mc_samples = 10
 beta_init = 2.0
 lr = 1e-4
-lr_schedule = "cosine"
-lr_final = 1e-5
+lr_final = 0.1  # of lr

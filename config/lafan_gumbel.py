@@ -10,5 +10,4 @@ base = "lafan.py"
 method = "gumbel"
 beta_init = 2.0
 lr = 1e-4
-lr_schedule = "cosine"
-lr_final = 1e-5
+lr_final = 0.1  # of lr

@@ -10,21 +10,3 @@ two values it gives (exponential, as in the authors' code for beta).
 """
 
 dataset = "mnist"
-n_tokens = 8
-vocab_size = 256
-width = 64
-n_heads = 4
-n_layers = 1
-mlp_ratio = 4
-aligned = False  # this and the next three: config/ours.py turns them on
-tied = False
-credit_window = 0
-split_interval = 0
-max_steps = 250_000
-batch_size = 256
-lr = 3e-4
-lr_schedule = "constant"
-warmup_steps = 0
-weight_decay = 1e-4
-eval_interval = 1000
-log_interval = 100

@@ -11,7 +11,6 @@ Hardware: two CPU cores; about 8 minutes with config/mnist_daps.py, 3 with confi
 
 max_steps = 3000
 lr = 6e-3
-lr_schedule = "cosine"
-warmup_steps = 50
+lr_final = 0.0  # a cosine, down to zero
 eval_interval = 500
 log_interval = 10

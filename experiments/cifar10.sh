@@ -25,10 +25,6 @@ for seed in ${SEEDS:-0}; do
   cifar gumbel_na_tau_1 $gumbel --tau_final=1.0
   cifar gumbel_na_plain gumbel_na 3e-3
   cifar gumbel_na_splits gumbel_na 3e-3 --split_interval=50
-  splits="config/ours.py --beta_init=0.5"
-  cifar splits daps_na 4e-3 $splits --tied=False
-  cifar splits_tied daps_na 4e-3 $splits
-  cifar tied_no_splits daps_na 4e-3 $splits --split_interval=0
-  cifar splits_tied_ess_0.7 daps_na 4e-3 $splits --ess_target=0.7
+  cifar splits daps_na 4e-3 config/ours.py --beta_init=0.5
 done
 python eval.py out/cifar10/* --curves=out/cifar10.png --record=out/cifar10.jsonl

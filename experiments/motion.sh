@@ -12,7 +12,7 @@ motion gumbel_na gumbel_na 3e-3 $ours --encoder_lr=0.25 --scale_lr=1
 motion fsq fsq 3e-3
 motion no_scale daps_na 4e-3 $ours --scale_lr=0
 motion gumbel_na_no_scale gumbel_na 3e-3 $ours --encoder_lr=0.25 --scale_lr=0
-motion splits daps_na 2e-3 config/ours.py --tied=False
+motion splits daps_na 2e-3 config/ours.py
 motion daps_na_plain daps_na 2e-3
 motion gumbel_na_plain gumbel_na 1e-3
 python eval.py out/motion/* --curves=out/motion.png --record=out/motion.jsonl

@@ -14,7 +14,6 @@ for seed in ${SEEDS:-0}; do
   short gumbel_na_tau_1 mnist_gumbel_na --lr=3e-3 --tau_final=1.0
   short vqvae mnist_vqvae
   short fsq mnist_fsq
-  short not_tied mnist_daps_na config/ours.py --tied=False
   short no_splits mnist_daps_na config/ours.py --split_interval=0
   short not_centred mnist_daps_na config/ours.py --centred=False
   short eta_by_gradient mnist_daps_na config/ours.py --eta_update=gradient

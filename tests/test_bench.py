@@ -1,137 +1,89 @@
-"""Speed that can be counted: what a step must not do, and what bench.py measures."""
-
-import json
-from collections import Counter
+"""What a step costs, and what the gradient estimators are worth: the scripts in experiments/."""
 
 import pytest
 import torch
-from conftest import ROOT, run, succeed
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from conftest import run, succeed
 
-import bench
-from configurator import defaults
-
-
-class Largest(TorchDispatchMode):
-    """The largest number of elements in the output of any operation under it."""
-
-    def __init__(self):
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        tensors = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        self.numel = max([self.numel, *(t.numel() for t in tensors)])
-        return out
+from daps import DAPS
+from experiments import bench, bias
+from models import Block, Sizes
 
 
-def flops(products):
-    """FLOPs of the matrix products recorded by bench.Products: two per multiply-add."""
-    total = 0
-    for (_, ((*batch, rows, inner), *_), (right, *_)), n in (
-        ((name, *shapes), n) for (name, shapes), n in products.calls.items()
-    ):
-        total += 2 * n * torch.Size(batch).numel() * rows * inner * right[-1]
-    return total
+@pytest.mark.parametrize("n_patches", [8, 64])  # attention written out, and in one kernel
+def test_the_flops_of_a_block_are_those_counted_by_hand(n_patches):
+    N, P, H, ratio = 3, n_patches, 32, 4
+    block = Block(Sizes(x_shape=(1, 1), n_tokens=P, vocab_size=2, width=H, mlp_ratio=ratio))
+    h = torch.randn(N, P, H, requires_grad=True)
+    weights = N * P * (4 * H**2 + 2 * ratio * H**2)  # multiply-adds: q, k, v, out; the MLP
+    attention = 2 * N * P * P * H  # scores, and their product with the values
+    expected = 2 * 3 * (weights + attention)  # backward: a product for each factor's gradient
+    assert bench.count_flops(lambda: block(h).sum().backward()) == expected
 
 
-@pytest.mark.parametrize("dataset", bench.BATCHES)
-def test_settings_are_those_of_train_py_and_the_config_files(dataset):
-    daps, rloo = bench.settings_of(dataset, "daps"), bench.settings_of(dataset, "rloo")
-    assert daps["dataset"] == dataset and daps["aligned"] is False  # the paper's networks
-    assert daps["vq_ema"] == defaults(f"{ROOT}/train.py")["vq_ema"]  # in no config file of DAPS
-    size = ("n_tokens", "vocab_size", "width", "n_layers", "n_samples")
-    assert [daps[key] for key in size] == [rloo[key] for key in size]
-    assert rloo["method"] == "rloo"  # also where there is no config file
+def test_the_flops_of_a_step_of_daps_on_mnist_are_those_counted_by_hand():
+    B, V, H, K, L, patch = 8, 256, 64, 8, 2, 14 * 8
+    settings = bench.settings_of("mnist", "daps_na", "cpu")
+    block = B * (4 + 2 * 6) * H**2 + 2 * B * B * H
+    decoder = K * (B * H * 64 + 64 * 256 + 256 * 28 * 28)
+    embed = B * patch * H  # of x, which needs no gradient
+    per_example = 2 * (2 * embed + 3 * (L * block + B * H * V + decoder))
+    assert bench.step_flops(settings) == 256 * per_example
 
 
-@pytest.mark.parametrize("method", ["daps", "daps_na", "gumbel", "vqvae"])
-def test_the_roofline_holds_all_products_of_a_step(method):
-    """Counted by PyTorch's own counter, which is independent of ours."""
-    _, step = bench.make("mnist", method, n=8)
-    products, counter = bench.Products(), FlopCounterMode(display=False)
-    step()  # the first step of VQ-VAE looks for code vectors
-    with products:
-        step()
-    with counter:
-        step()
-    assert flops(products) == counter.get_total_flops()
+def test_a_step_on_more_examples_takes_as_many_times_the_flops():
+    settings = bench.settings_of("cifar10", "daps_na", "cpu") | {"batch_size": 3}
+    assert bench.count_flops(bench.make_step(settings, "cpu")) == bench.step_flops(settings)
 
 
-@pytest.mark.parametrize("dataset", ["cifar10", "lafan"])
-def test_the_roofline_of_convolutions_and_attention_can_be_replayed(dataset):
-    _, step = bench.make(dataset, "vqvae", n=2)
-    products = bench.Products()
-    with products:
-        step()
-    assert {name for name, _ in products.calls} >= {"mm", "bmm", "convolution_backward"}
-    products.replay()()
+def test_memory_is_that_of_all_tensors_alive_at_once():
+    x = torch.randn(2**18, requires_grad=True)  # 1 MiB
+
+    def saved_for_backward():
+        h = x
+        for _ in range(10):
+            h = h.exp()  # its gradient needs the result, which only autograd holds
+
+    def one_after_another():
+        for _ in range(5):
+            torch.ones(2**18).view(2, -1).mul_(2)  # these two take no memory of their own
+
+    assert bench.peak_memory(saved_for_backward, "cpu") == 10
+    assert bench.peak_memory(one_after_another, "cpu") == 1
 
 
-def test_a_sampler_never_holds_logits_of_more_than_one_token():
-    N, K, B, V = 4, 8, 64, 1024
-    encoder, largest = bench.encoder_of(B, V), Largest()
-    patches = torch.randn(N, B, 128)
-    with largest:
-        encoder.sample_codes(patches, K, torch.rand(N, K, B))
-    one_token, cache = N * K * V, N * K * B * 128
-    assert one_token <= largest.numel <= max(one_token, cache) < N * K * B * V
+def test_a_step_is_that_of_the_config_file_and_of_the_command_line(monkeypatch):
+    settings = bench.settings_of("cifar10", "daps", "cpu", ["--n_samples=3", "--batch_size=2"])
+    assert settings["n_tokens"] == 64 and settings["vocab_size"] == 512  # of cifar10.py
+    assert settings["commitment"] == 0.25  # of train.py alone
+    seen, forward = [], DAPS.forward
+
+    def noted(model, x, beta, noise):
+        seen.append((tuple(x.shape), tuple(noise.shape), model.ess_target))
+        return forward(model, x, beta, noise=noise)
+
+    monkeypatch.setattr(DAPS, "forward", noted)
+    bench.make_step(settings, "cpu")()
+    assert seen == [((2, 3, 32, 32), (2, 3, 64), settings["ess_target"])]
 
 
-def test_a_step_of_daps_runs_every_network_once(monkeypatch):
-    net, step = bench.make("mnist", "daps", n=4)
-    calls = Counter()
-
-    def count(module, name):
-        function = getattr(module, name)
-
-        def counted(*args, **options):
-            calls[type(module).__name__, name] += 1
-            return function(*args, **options)
-
-        monkeypatch.setattr(module, name, counted)
-
-    count(net.encoder.patch_encoder, "forward")
-    count(net.decoder, "logits")
-    count(net.encoder.blocks[0], "forward")
-    for name in ("sample_codes", "logits"):
-        count(net.encoder, name)
-    monkeypatch.setattr(bench.models, "token_kl", None)  # computing an unused KL would crash
-    step()
-    assert calls == {
-        ("PatchEncoder", "forward"): 1,
-        ("AutoregressiveEncoder", "sample_codes"): 1,
-        ("AutoregressiveEncoder", "logits"): 1,
-        ("CodeBlock", "forward"): 8 + 1,  # a token at a time, and all of them to score the code
-        ("MLPDecoder", "logits"): 1,
-    }
+def test_the_table_agrees_with_itself():
+    words = ("--datasets=mnist", "--methods=daps_na fsq", "--batch_size=64", "--seconds=0")
+    title, _, *lines = succeed("experiments/bench.py", *words).strip().splitlines()
+    assert [line.split()[0] for line in lines] == ["daps_na", "fsq"] and "N = 64, float32" in title
+    for line in lines:
+        ms, per_second, memory, gflop, ratio = (float(w.replace(",", "")) for w in line.split()[1:])
+        assert abs(per_second * ms / 64e3 - 1) < 0.05 and min(memory, gflop, ratio) > 0
 
 
-def test_sampling_with_the_prefix_recomputed_gives_the_same_codes():
-    encoder = bench.encoder_of(16, 32)
-    patches, noise = torch.randn(3, 16, 128), torch.rand(3, 4, 16)
-    ours = encoder.sample_codes(patches, 4, noise)
-    assert torch.equal(ours, bench.sample_without_cache(encoder, patches, 4, noise))
-
-
-def test_bench_prints_a_table_and_writes_its_numbers(tmp_path):
-    path, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    words = ("--only=steps bar", "--model=mnist", "--method=fsq", "--seconds=0.01")
-    output = succeed("bench.py", *words, f"--json_path={path}", f"--picture={picture}")
-    numbers = json.loads(path.read_text())
-    assert numbers["steps"]["mnist fsq"]["ratio"] > 0
-    assert set(numbers["bar"]["mnist"]) == set(bench.PARTS)
-    assert "mnist fsq" in output and "drawn in" in output and picture.exists()
-
-
-def test_memory_of_a_step_is_what_it_adds_to_the_peak():
-    n_bytes = int(bench.peak_memory() + 64) * 2**20  # more than this process has ever held
-    assert bench.memory_of(lambda: torch.ones(n_bytes, dtype=torch.uint8)) > 60
-
-
-@pytest.mark.parametrize("words", [("--only=stairs",), ("--model=mars",), ("--n_threads=0",)])
+@pytest.mark.parametrize("words", ["--datasets=mars", "mnist"])
 def test_a_bad_word_is_refused_in_one_line(words):
-    done = run("bench.py", *words)
+    done = run("experiments/bench.py", "--datasets=mnist", words)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_rloo_is_unbiased_and_gumbel_softmax_is_not():
+    table = bias.study(n_draws=4000)  # from a fixed seed
+    in_errors = {name: distance / error for name, (distance, error, _) in table.items()}
+    assert in_errors["rloo, K = 2"] < 3 and in_errors["rloo, K = 8"] < 3
+    assert in_errors["gumbel, tau = 1.0"] > 10 and in_errors["gumbel, tau = 0.5"] > 5
+    assert table["grmck, tau = 0.5, M = 100"][2] < table["gumbel, tau = 0.5"][2]  # deviations

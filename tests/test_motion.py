@@ -4,48 +4,23 @@ import ast
 import io
 import math
 import os
+import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    motion_dataset,
-    motion_frames,
-    pretend_published,
-    succeed,
-    write_lafan,
-)
+from conftest import ROOT, motion_dataset, motion_frames, pretend_published, succeed, write_lafan
 from PIL import Image
 
 import data
 import motion
 from configurator import UserError
-from data import MotionDataset, lafan
-from motion import (
-    FRAMES,
-    H1,
-    LAFAN_FILES,
-    LAFAN_VAL,
-    film,
-    forward_kinematics,
-    frame_errors,
-    frames_to_csv,
-    inverse_kinematics,
-    joint_positions,
-    motion_features,
-    quat_conj,
-    quat_from_axis_angle,
-    quat_mul,
-    quat_rotate,
-    read_motion,
-    side_by_side,
-)
+from data import LAFAN_FILES, MotionDataset, lafan
+from motion import FRAMES, LAFAN_VAL, motion_features, quat_from_axis_angle, quat_mul, quat_rotate
 
 REAL = os.path.join(os.path.expanduser(data.DATA_DIR), "lafan1", "h1")
-needs_lafan = pytest.mark.skipif(
-    not os.path.isdir(REAL), reason="DAPS_DATA names no folder with LAFAN1"
-)
+needs_lafan = pytest.mark.skipif(not os.path.isdir(REAL), reason="DAPS_DATA has no LAFAN1")
 
 
 def test_motion_can_be_copied_alone():
@@ -67,7 +42,7 @@ def test_quaternions_rotate_vectors_as_matrices_do():
     torch.testing.assert_close(quat_rotate(quat_from_axis_angle("z", angle), v), rotated)
     a, b = quat_from_axis_angle("x", angle), quat_from_axis_angle("y", angle.flip(0))
     torch.testing.assert_close(quat_rotate(quat_mul(a, b), v), quat_rotate(a, quat_rotate(b, v)))
-    torch.testing.assert_close(quat_rotate(quat_conj(a), quat_rotate(a, v)), v)
+    torch.testing.assert_close(quat_rotate(motion.quat_conj(a), quat_rotate(a, v)), v)
 
 
 @needs_lafan
@@ -76,15 +51,13 @@ def test_forward_kinematics_agrees_with_mujoco_on_a_thousand_real_frames():
     model = mujoco.MjModel.from_xml_path(os.path.join(os.path.dirname(REAL), "h1.xml"))
     state = mujoco.MjData(model)
     names = (*LAFAN_VAL[:2], "fallAndGetUp1_subject1", "sprint1_subject2")
-    frames = np.concatenate(
-        [read_motion(os.path.join(REAL, f"{n}.csv"))[5::15][:250] for n in names]
-    )
-    assert len(frames) == 1000
-    ours = joint_positions(torch.from_numpy(frames)).numpy()  # (1000, 20, 3)
-    _, rotations = forward_kinematics(torch.from_numpy(frames[:, 7:]))
-    rotations = quat_mul(torch.from_numpy(frames[:, None, [6, 3, 4, 5]]), rotations).numpy()
+    files = [motion.read_motion(os.path.join(REAL, f"{name}.csv"))[5::15][:250] for name in names]
+    frames = torch.from_numpy(np.concatenate(files))[:, [0, 1, 2, 6, 3, 4, 5, *range(7, 26)]]
+    ours = motion.joint_positions(torch.from_numpy(np.concatenate(files))).numpy()  # (1000, 20, 3)
+    _, rotations = motion.forward_kinematics(frames[:, 7:])
+    rotations = quat_mul(frames[:, None, 3:7], rotations).numpy()
     for frame, positions, rotation in zip(frames, ours, rotations, strict=True):
-        state.qpos[:] = np.concatenate([frame[:3], frame[[6, 3, 4, 5]], frame[7:]])  # w comes first
+        state.qpos[:] = frame  # the real part of the quaternion first
         mujoco.mj_kinematics(model, state)
         assert abs(state.xpos[1:] - positions).max() < 1e-5
         assert (1 - abs((state.xquat[2:] * rotation).sum(axis=1))).max() < 1e-6
@@ -93,64 +66,45 @@ def test_forward_kinematics_agrees_with_mujoco_on_a_thousand_real_frames():
 def test_inverse_kinematics_undoes_forward_kinematics_over_the_whole_range():
     """Also of the shoulders' yaw, which goes past half a turn."""
     torch.manual_seed(0)
-    middle = torch.tensor([link[5] for link in H1]).double()
+    middle = torch.tensor([link[5] for link in motion.H1]).double()
     angles = middle + (torch.rand(500, 19).double() - 0.5) * 2 * 3.1
-    _, rotations = forward_kinematics(angles)
+    _, rotations = motion.forward_kinematics(angles)
     flipped = rotations * torch.where(rotations[..., :1] < 0, -1.0, 1.0)
-    torch.testing.assert_close(inverse_kinematics(flipped), angles, atol=1e-9, rtol=0)
+    torch.testing.assert_close(motion.inverse_kinematics(flipped), angles, atol=1e-9, rtol=0)
 
 
-# features
+# files and features
 
 
 @needs_lafan
-def test_real_frames_survive_the_round_trip_and_121_features_are_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(data, "write", lambda path, content: None)  # 160 MB
+def test_real_frames_survive_the_round_trip_and_121_features_are_left():
+    check = ("sha256sum", "--check", os.path.join(ROOT, "assets", "lafan1.sha256"))
+    assert subprocess.run(check, cwd=REAL, text=True, capture_output=True).stdout.count("OK") == 40
     found = lafan(os.path.expanduser(data.DATA_DIR))
-    assert sum(len(split.parts[0]) for split in (found.train, found.val)) == 264_705
-    assert found.shape == (32, 121)
-    assert found.keep[:133].sum() == 108 and found.keep[133:].all()
-    files = [read_motion(os.path.join(REAL, f"{n}.csv")) for n in LAFAN_FILES if n in LAFAN_VAL]
-    true = torch.from_numpy(np.concatenate(files))
-    for index in torch.arange(found.n_val).split(100):
-        x, _ = found.val_examples(index)
-        ours = found.frames(found.standardise(x), found.val.origin(index))  # (n, 32, 26)
-        theirs = true[found.val.starts[index].unsqueeze(1) + torch.arange(FRAMES)]
-        assert (ours[..., :3] - theirs[..., :3]).abs().max() < 1e-4  # metres
-        assert (ours[..., 7:] - theirs[..., 7:]).abs().max() < 1e-4  # radians
-        cosine = (ours[..., 3:7] * theirs[..., 3:7]).sum(dim=-1).abs()
-        assert (cosine / theirs[..., 3:7].norm(dim=-1)).min() > 1 - 1e-9
-
-
-def test_features_are_kept_for_next_time_and_computed_again_if_they_are_damaged(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(data, "CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(motion, "LAFAN_FILES", write_lafan(tmp_path, n=40))
-    found = lafan(str(tmp_path))
-    (kept,) = (tmp_path / "cache").iterdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(motion, "motion_features", None)  # must not be called
-        again = lafan(str(tmp_path))
-    for damage in (b"damaged", b"", kept.read_bytes()[:-1000]):
-        kept.write_bytes(damage)
-        for other in (again, lafan(str(tmp_path))):
-            assert torch.equal(other.mean, found.mean)
-            assert torch.equal(other.val.parts[0], found.val.parts[0])
+    assert sum(len(s.parts[0]) for s in found.segments.values()) == 264_705
+    assert found.shape == (32, 121) and (found.scale.kept < motion.N_LINKS).sum() == 108
+    files = [motion.read_motion(os.path.join(REAL, f"{name}.csv")) for name in LAFAN_VAL]
+    true, val = torch.from_numpy(np.concatenate(files)), found.segments["val"]
+    index = torch.arange(found.n_val)
+    x = found.scale.inverse(found.scale(found.read("val", index)[0]))
+    ours = val.to_world(x, index)  # (n, 32, 26)
+    theirs = true[val.starts[index].unsqueeze(1) + torch.arange(FRAMES)]
+    assert (ours[..., :3] - theirs[..., :3]).abs().max() < 1e-4  # metres
+    assert (ours[..., 7:] - theirs[..., 7:]).abs().max() < 1e-4  # radians
+    cosine = (ours[..., 3:7] * theirs[..., 3:7]).sum(dim=-1).abs()
+    assert (cosine / theirs[..., 3:7].norm(dim=-1)).min() > 1 - 1e-9
 
 
 def test_a_file_that_is_missing_or_not_the_published_one_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(motion, "LAFAN_FILES", write_lafan(tmp_path, n=40))
-    monkeypatch.setattr(motion, "LAFAN_URL", "http://127.0.0.1:9/")
-    lafan(str(tmp_path))  # a cache does not hide a changed file
+    monkeypatch.setattr(data, "LAFAN_FILES", write_lafan(tmp_path, n=40))
+    monkeypatch.setattr(data, "LAFAN_URL", "http://127.0.0.1:9/")
+    assert lafan(str(tmp_path)).n_val == 4
     path = tmp_path / "lafan1" / "h1" / "run1_subject2.csv"
     path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
     with pytest.raises(UserError, match=r"^\S*/run1_subject2.csv is not the published file[^\n]*$"):
         lafan(str(tmp_path))
     os.remove(path)
-    with pytest.raises(UserError, match="^run1_subject2.csv is not in [^\n]*$"):
+    with pytest.raises(UserError, match=r"^\S*/run1_subject2.csv is missing[^\n]*$"):
         lafan(str(tmp_path))
 
 
@@ -163,78 +117,55 @@ def test_features_do_not_depend_on_where_and_which_way_a_segment_begins():
     moved[:, 3:7] = -q[:, [1, 2, 3, 0]]  # the other quaternion of the same rotation
     both = [motion_features(f) for f in (frames, moved)]
     found = MotionDataset({"train": [motion_features(motion_frames(200))], "val": both})
-    x = found.standardise(found.val_examples(torch.arange(2))[0])
+    x, _ = found.read("val", torch.arange(2))
     torch.testing.assert_close(x[0], x[1], atol=1e-4, rtol=1e-4)
-    raw = found.val[torch.arange(2)]
-    torch.testing.assert_close(raw[:, 0, 133:135], torch.zeros(2, 2).double())  # starts at zero
-    assert (raw[:, 0, 136] >= 0).all()
+    torch.testing.assert_close(x[:, 0, 133:135], torch.zeros(2, 2))  # starts at zero
+    assert (x[:, 0, 136] >= 0).all()
+    from_frames = found.scale(torch.from_numpy(np.stack([frames, moved])))
+    torch.testing.assert_close(from_frames, found.scale(x), atol=1e-4, rtol=1e-4)
 
 
 def test_velocities_are_those_of_the_root_in_its_own_frame():
     """A circle of radius 3 at 0.7 radians per second: 2.1 m/s, and 0.7 rad/s about the vertical."""
     _, _, q, velocity = motion_features(motion_frames(100))
-    speed = velocity[5:-5, :2].norm(dim=1)
-    assert speed.mean().item() == pytest.approx(2.1, abs=0.02)
+    assert velocity[5:-5, :2].norm(dim=1).mean().item() == pytest.approx(2.1, abs=0.02)
     up = quat_rotate(q, velocity[:, 3:])[5:-5, 2]
     assert up.mean().item() == pytest.approx(0.7, abs=0.01)
 
 
 def test_no_segment_spans_two_files_and_all_segments_of_a_file_are_listed():
-    found = motion_dataset(n=40)
-    lengths = [40, 41, 42]
-    ends = np.cumsum(lengths)
-    for start in found.train.starts.tolist():
-        assert any(
-            end - length <= start and start + FRAMES <= end
-            for end, length in zip(ends, lengths, strict=True)
-        )
-    assert found.n_train == sum(length - FRAMES + 1 for length in lengths) and found.n_val == 4
-    assert [segments.tolist() for segments in found.val.by_clip] == [[0], [1], [2], [3]]
-    assert [len(segments) for segments in motion_dataset(n=100).val.by_clip] == [3, 3, 3, 3]
+    found = motion_dataset(n=40)  # training files of 40, 41 and 42 frames
+    starts = [*range(0, 9), *range(40, 50), *range(81, 92)]
+    assert found.segments["train"].starts.tolist() == starts and found.n_train == len(starts)
+    assert [part.tolist() for part in found.segments["val"].by_clip] == [[0], [1], [2], [3]]
+    assert [len(part) for part in motion_dataset().segments["val"].by_clip] == [3, 3, 3, 3]
+    assert motion_dataset().val_index(4).tolist() == [0, 3, 6, 9]  # one of each file
 
 
-def test_validation_files_never_train_and_statistics_are_of_training_alone():
+def test_validation_files_never_train_and_the_scale_is_that_of_training():
     assert set(LAFAN_VAL) < set(LAFAN_FILES) and len(LAFAN_FILES) == 40
     one, other = motion_dataset(), motion_dataset(n_val=1)
-    assert torch.equal(one.mean, other.mean) and torch.equal(one.range, other.range)
-    x = one.standardise(torch.cat([one.train_batch(0, step, 64) for step in range(20)]))
-    assert x.mean(dim=(0, 1)).abs().max() < 0.5 and x.std(dim=(0, 1)).max() < 1.5
-
-
-def test_batches_of_motion_are_functions_of_seed_and_step():
-    found = motion_dataset()
-    halves = [found.train_batch(3, 2, 6, rank, 2) for rank in range(2)]
-    assert torch.equal(torch.cat(halves), found.train_batch(3, 2, 6))
-    assert not torch.equal(found.train_batch(3, 2, 6), found.train_batch(3, 3, 6))
-    assert found.val_index(4).tolist() == [0, 3, 6, 9]  # one of each file
-    content = "the content of the data"
-    assert motion_dataset().summary()[content] == found.summary()[content]
-    assert motion_dataset().key() == found.key() != motion_dataset(n_val=1).key()
+    assert one.key("train") == other.key("train") and one.key("val") != other.key("val")
+    scales = zip(one.scale.buffers(), other.scale.buffers(), strict=True)
+    assert all(torch.equal(a, b) for a, b in scales)
+    x = one.scale(one.read("train", torch.arange(one.n_train))[0]).flatten(0, 1)
+    assert x.mean(dim=0).abs().max() < 0.5 and x.std(dim=0).max() < 1.5
+    low, high = (x * one.scale.unit).aminmax(dim=0)  # one unit is the whole range
+    assert (high - low).min() > 0.99 and (high - low).max() < 1.1 and x.shape[1:] == one.shape[1:]
 
 
 def test_errors_are_measured_in_centimetres_and_degrees():
     found = motion_dataset()
-    x = found.standardise(found.val_examples(torch.arange(2))[0])
-    cm, degrees = found.errors(x, x)
-    assert cm.max() < 1e-3 and degrees.max() < 1e-3
-    shifted = x.clone()
-    column = int(found.keep[:133].sum())  # the root's x
-    shifted[..., column] += 0.1 / found.std[column]  # ten centimetres
-    cm, degrees = found.errors(x, shifted)
-    torch.testing.assert_close(cm, torch.full((2,), 10.0).double(), atol=1e-3, rtol=0)
-    assert degrees.max() < 1e-3
-    frames = found.frames(x)
-    for angle, expected in ((0.1, 0.1), (2 * math.pi - 0.1, 0.1)):  # whole turns do not count
+    x, _ = found.read("val", torch.arange(2))
+    frames = found.scale.inverse(found.scale(x))
+    offset = torch.zeros(26).double()
+    offset[0] = 0.1  # ten centimetres ahead
+    cm, degrees = found.errors(x, SimpleNamespace(mean=frames + offset))
+    assert cm.tolist() == pytest.approx([10, 10], abs=1e-3) and degrees.max() < 1e-3
+    for angle in (0.1, 2 * math.pi - 0.1):  # whole turns do not count
         turned = torch.cat([frames[..., :7], frames[..., 7:] + angle], dim=-1)
-        _, degrees = frame_errors(frames, turned)
-        assert degrees.tolist() == pytest.approx([math.degrees(expected)] * 2)
-
-
-def test_each_feature_has_a_range_of_one_unit_in_training():
-    found = motion_dataset()
-    x = found.standardise(found.train_examples(torch.arange(found.n_train)))
-    low, high = found.unit(x).flatten(0, 1).aminmax(dim=0)
-    assert (high - low).min() > 0.99 and (high - low).max() < 1.1 and x.shape[1:] == found.shape
+        _, degrees = motion.frame_errors(frames, turned)
+        assert degrees.tolist() == pytest.approx([math.degrees(0.1)] * 2)
 
 
 # figures and files
@@ -242,45 +173,36 @@ def test_each_feature_has_a_range_of_one_unit_in_training():
 
 def test_frames_are_written_as_they_are_read():
     frames = torch.from_numpy(motion_frames(70))
-    text = frames_to_csv(frames.view(2, 35, 26))
-    torch.testing.assert_close(
-        torch.from_numpy(read_motion(io.StringIO(text))), frames, atol=1e-6, rtol=0
-    )
+    text = motion.frames_to_csv(frames.view(2, 35, 26))
+    np.testing.assert_allclose(motion.read_motion(io.StringIO(text)), frames, atol=1e-6)
     assert text.count("\n") == 70 and text.endswith("\n")
-
-
-def colours(page, box=None):
-    return {colour for _, colour in page.convert("RGB").crop(box or page.getbbox()).getcolors(9999)}
 
 
 def test_figures_stand_in_rows_over_time_and_side_by_side():
     frames = torch.from_numpy(motion_frames(FRAMES))
-    joints = joint_positions(frames)
-    page = film([("one", joints), ("two\nlines", joints + 5)], range(0, FRAMES, 8), size=100)
-    assert page.size == (110 + 4 * 100, 200)
-    for column in range(4):  # sides have their colours; where a figure stands does not matter
-        box = (110 + column * 100, 0, 210 + column * 100, 100)
-        assert {motion.LEFT, motion.RIGHT, motion.INK} < colours(page, box)
-    same, *_ = side_by_side(frames, frames, size=100)
-    apart = side_by_side(frames, frames + 0.3 * torch.eye(26)[0].double(), size=100)
-    assert len(apart) == FRAMES and same.size == (200, 100)
-    left, right = (np.array(same.convert("L"))[25:, i : i + 100] for i in (0, 100))
-    assert np.array_equal(left, right)  # below the labels
-    left, right = (np.array(apart[0].convert("L"))[25:, i : i + 100] for i in (0, 100))
-    assert not np.array_equal(left, right)  # thirty centimetres off
-
-
-# a run
+    joints = motion.joint_positions(frames)
+    rows = [("one", joints), ("two\nlines", joints + torch.tensor([5, 5, 0]))]
+    page = np.array(motion.film(rows, range(0, FRAMES, 8), size=100))
+    assert page.shape == (200, 110 + 4 * 100, 3)
+    assert (page[:100, 110:] != page[100:, 110:]).mean() < 0.001  # wherever they stand
+    for colour in (motion.LEFT, motion.RIGHT, motion.INK):
+        assert all((page[:, a : a + 100] == colour).all(axis=2).any() for a in range(110, 500, 100))
+    apart = frames + 0.3 * torch.eye(26)[0].double()
+    for decoded, same in ((frames, True), (apart, False)):  # thirty centimetres off
+        pages = motion.side_by_side(frames, decoded, size=100)
+        page = np.array(pages[0].convert("L"))[25:]  # below the labels
+        different = (page[:, :100] != page[:, 100:]).mean()
+        assert len(pages) == FRAMES and (different < 0.001 if same else different > 0.02)
 
 
 def test_a_run_on_motion_leaves_figures_a_film_and_a_file_that_robots_read(tmp_path):
     published = pretend_published(tmp_path / "site", LAFAN_FILES=write_lafan(tmp_path))
     settings = ("--dataset=lafan", f"--data_dir={tmp_path}", "--n_tokens=64", "--vocab_size=16")
-    settings += ("--width=16", "--n_heads=2", "--n_samples=3", "--batch_size=4", "--max_steps=3")
-    settings += ("--eval_interval=3", f"--out_dir={tmp_path / 'run'}", "--decoder_layers=1")
-    output = succeed("train.py", *settings, DAPS_CACHE=str(tmp_path / "cache"), **published)
+    settings += ("--width=16", "--n_layers=1", "--n_samples=3", "--batch_size=4", "--max_steps=3")
+    settings += ("--eval_interval=3", f"--out_dir={tmp_path / 'run'}")
+    output = succeed("train.py", *settings, **published)
     assert "cm" in output and "degrees" in output and "FID" not in output
-    decoded = read_motion(tmp_path / "run" / "motion.csv")
+    decoded = motion.read_motion(tmp_path / "run" / "motion.csv")
     assert decoded.shape == (2 * FRAMES, 26)
     np.testing.assert_allclose(np.linalg.norm(decoded[:, 3:7], axis=1), 1, atol=1e-5)
     assert Image.open(tmp_path / "run" / "motion.gif").n_frames == 2 * FRAMES

@@ -5,12 +5,12 @@ import os
 import torch
 from conftest import ROOT
 
-from configurator import defaults, read_config
-from models import build_model
+from build import build_model
+from configurator import read_config, settings_block
 
 
 def test_the_overlay_makes_a_step_of_daps_that_of_algorithm_1():
-    settings = defaults(os.path.join(ROOT, "train.py"))
+    settings, _ = settings_block(os.path.join(ROOT, "train.py"))
     for name in ("mnist_daps.py", "paper.py"):
         path = os.path.join(ROOT, "config", name)
         settings |= {key: value for key, value, _ in read_config(path)}

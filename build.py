@@ -1,0 +1,99 @@
+"""From the settings of a run to its method and networks."""
+
+import torch
+
+from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Relaxed
+from daps import DAPS
+from models import (
+    AutoregressiveEncoder,
+    MLPDecoder,
+    MotionDecoder,
+    OnePassEncoder,
+    ResNetDecoder,
+    Scale,
+    Sizes,
+    VectorEncoder,
+)
+from motion import FeatureScale
+from vocabulary import count_values
+
+
+def daps(e, d, s):
+    return DAPS(e, d, s["n_samples"], s["ess_target"], s["eta_update"], s["centred"])
+
+
+def ppo(e, d, s):
+    return PPO(e, d, s["width"], s["n_samples"], s["ppo_epochs"])
+
+
+def vqvae(e, d, s):
+    return VQVAE(e, d, s["width"], s["commitment"], s["vq_ema"])
+
+
+METHODS = {  # the encoder, and the method from an encoder e, a decoder d and settings s
+    "daps": (AutoregressiveEncoder, daps),
+    "daps_na": (OnePassEncoder, daps),
+    "gumbel": (AutoregressiveEncoder, lambda e, d, s: Relaxed(e, d, "gumbel")),
+    "gumbel_na": (OnePassEncoder, lambda e, d, s: Relaxed(e, d, "gumbel")),
+    "grmck": (AutoregressiveEncoder, lambda e, d, s: Relaxed(e, d, "grmck", s["mc_samples"])),
+    "grmck_na": (OnePassEncoder, lambda e, d, s: Relaxed(e, d, "grmck", s["mc_samples"])),
+    "reinmax_na": (OnePassEncoder, lambda e, d, s: Relaxed(e, d, "reinmax")),
+    "rloo": (AutoregressiveEncoder, lambda e, d, s: RLOO(e, d, s["n_samples"])),
+    "rloo_na": (OnePassEncoder, lambda e, d, s: RLOO(e, d, s["n_samples"])),
+    "ppo": (AutoregressiveEncoder, ppo),
+    "vqvae": (VectorEncoder, vqvae),
+    "fsq": (VectorEncoder, lambda e, d, s: FSQ(e, d, fsq_levels(s), s["width"])),
+    "gaussian": (VectorEncoder, lambda e, d, s: Gaussian(e, d, s["width"])),
+}
+
+
+def fsq_levels(settings):
+    """The setting "8 8 4" as numbers; FSQ checks that their product is vocab_size."""
+    words = settings["fsq_levels"].split()
+    if not words or not all(word.isdecimal() for word in words):
+        found = f"fsq_levels is {settings['fsq_levels']!r}"
+        raise ValueError(f"{found}, must be numbers whose product is vocab_size")
+    return [int(word) for word in words]
+
+
+def build_model(settings, x_shape, scale=None):
+    """The method and networks for a run's settings, freshly initialised. x_shape: of one x as the
+    networks see it. scale: standardises x; without it, there is room for that of a checkpoint."""
+    s, is_motion = settings, len(x_shape) == 2
+    if scale is None:
+        ones = torch.ones(x_shape[0], 1, 1)
+        scale = FeatureScale.blank(x_shape[1]) if is_motion else Scale(0 * ones, ones)
+    keys = ("n_tokens", "vocab_size", "width", "n_layers", "mlp_ratio")
+    sizes = Sizes(tuple(x_shape), *(s[key] for key in keys))
+    make_encoder, make_method = METHODS[s["method"]]
+    has_tokens = make_encoder is not VectorEncoder  # and so the decoder a table of vectors
+    is_binary = not is_motion and x_shape[0] == 1
+    window = s["credit_window"] if make_method is daps and not is_binary else 0
+    if make_encoder is AutoregressiveEncoder:
+        encoder = make_encoder(sizes, scale, window > 0, s["aligned"])
+    elif has_tokens:
+        encoder = make_encoder(sizes, scale, window > 0)
+    else:
+        encoder = make_encoder(sizes, scale, len(fsq_levels(s)) if s["method"] == "fsq" else None)
+        sizes.vocab_size = 0
+    if is_binary:
+        decoder = MLPDecoder(sizes)
+    else:
+        decoder = (MotionDecoder if is_motion else ResNetDecoder)(sizes, scale, window)
+    if s["split_interval"] and has_tokens:
+        count_values(decoder)
+    return make_method(encoder, decoder, s)
+
+
+def n_parameters(model):
+    """Number of parameters of the recognition and the generative model, the latter with the code
+    vectors. Eta, a value function and the scale of the logits are not counted."""
+    learned = dict(model.named_parameters())
+    if hasattr(model, "codebook"):
+        learned["codebook"] = model.codebook  # a buffer if it is a running mean
+    sizes = {"encoder": 0, "decoder": 0}
+    for name, p in learned.items():
+        if not name.startswith(("log_eta", "value.")) and not name.endswith("log_scale"):
+            part = "encoder" if name.startswith(("encoder.", "posterior.")) else "decoder"
+            sizes[part] += p.numel()
+    return sizes["encoder"], sizes["decoder"]

@@ -1,0 +1,136 @@
+"""A run on this machine: its files, stop signals, and device.
+
+Every file is written under a temporary name and moved into place: whole or not at all. A checkpoint
+is a dict of tensors and plain types, read with weights_only=True, which executes no code.
+"""
+
+import ctypes
+import io
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+import torch
+
+from configurator import UserError
+
+
+def write(path, content):
+    """Write text or bytes to path, whose folder is made if needed."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    part = f"{path}.{os.getpid()}.part"
+    with open(part, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def save(path, content):
+    """Write tensors and plain types to path."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    write(path, buffer.getvalue())
+
+
+def load_checkpoint(path, needs=("config", "model", "step")):
+    """The content of a checkpoint, on the CPU; it must have all keys in `needs`."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except NotADirectoryError:
+        raise UserError(f"{os.path.dirname(path)} is a file; name the folder of the run") from None
+    except Exception as error:  # torch does not document what damaged files raise
+        raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
+    if not isinstance(saved, dict) or not set(needs) <= saved.keys():
+        raise UserError(f"{path} is not a checkpoint of this version")
+    return saved
+
+
+def restore(path, saved, **parts):
+    """Load the state of each part (a model, an optimizer) from the checkpoint's key of its name."""
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+    except (KeyError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} does not fit this version: {reason[:200]}") from None
+
+
+def check_same_run(path, now, then, may_differ, step):
+    """A resumed run is the same run: refuse other settings, and fewer steps than it has made."""
+    for key, new in now.items():
+        old = then.get(key, "none")
+        if key not in may_differ and old != new:
+            raise UserError(f"resume: {key} is {new!r}, but {path} has {old!r}; it must not change")
+    if step > now["max_steps"]:
+        raise UserError(f"resume: {path} is at step {step}, past max_steps = {now['max_steps']}")
+
+
+def read_log(path):
+    """The rows of a log, one JSON object per line, up to the first that is damaged."""
+    rows = []
+    with suppress(FileNotFoundError, ValueError), open(path, "rb") as file:
+        for line in file:
+            rows.append(json.loads(line))
+    return rows
+
+
+class Log:
+    """A log to add rows to; an old one is cut after last_step, where the run continues."""
+
+    def __init__(self, path, last_step):
+        rows = [json.dumps(row) + "\n" for row in read_log(path) if row["step"] <= last_step]
+        write(path, "".join(rows))
+        self.file = open(path, "a")  # noqa: SIM115 (open until the program ends)
+
+    def add(self, row):
+        print(json.dumps(row), file=self.file, flush=True)
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM set `number`, for the loop to save and leave. Schedulers and torchrun send
+    them repeatedly: for twenty seconds that changes nothing, afterwards it ends the program."""
+
+    def __init__(self):
+        self.number, self.patience = 0, 0.0
+        signal.signal(signal.SIGINT, self.catch)
+        signal.signal(signal.SIGTERM, self.catch)
+
+    def catch(self, number, frame):
+        if not self.number:
+            self.number, self.patience = number, time.monotonic() + 20
+        elif time.monotonic() > self.patience:
+            sys.exit(128 + number)
+
+    def release(self):
+        """From now on, a signal ends the program."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def setup_device(device):
+    """Prepare "cpu", "cuda" or "cuda:1" for use; returns its name, for a GPU with an index."""
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # one for each process of torchrun
+    try:
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise RuntimeError("only cpu and cuda are supported")
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"device is {device!r}, which cannot be used here ({reason})") from None
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+    torch.set_flush_denormal(True)  # CPUs are slow with the tiny numbers of a confident softmax
+    # glibc returns large buffers to the system and soon requests them again, page by page: 14 % of
+    # a CPU step of DAPS on MNIST. Let the process keep them.
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    return device
