@@ -310,7 +310,7 @@ class AutoregressiveEncoder(nn.Module):
     """
 
     autoregressive = True
-    sampler = parallel = None  # see sampler.py
+    sampler = None  # see sampler.py
     head = property(lambda self: self.tokens.head)
 
     def __init__(self, sizes, scale, per_token=False, aligned=False):
@@ -324,7 +324,8 @@ class AutoregressiveEncoder(nn.Module):
         patches = self.patch_encoder(x)  # (N, P, H)
         if noise is None:
             noise = torch.rand(len(patches), n_samples, self.n_tokens, device=patches.device)
-        z, log_q, *kl = self.sample_and_score(patches, noise, with_kl)  # (N, K, B) each
+        z = self.sample(patches, noise)  # (N, K, B)
+        log_q, *kl = self.score(patches, z, with_kl)  # (N, K, B) each
         return z, log_q if self.per_token else log_q.sum(dim=-1), *(t.sum(dim=-1) for t in kl)
 
     def mode(self, x):  # greedy: each token given those before it
@@ -336,15 +337,6 @@ class AutoregressiveEncoder(nn.Module):
         """Logits (N, B, V) of each token, given those of z (N, B) before it."""
         context = self.tokens.context(self.patch_encoder(x))
         return self.tokens.logits(context, z.unsqueeze(1)).squeeze(1)
-
-    def sample_and_score(self, patches, noise, with_kl=False):
-        """Codes z for this noise, then as score(z): (N, K, B) each."""
-        if self.parallel is None:
-            z = self.sample(patches, noise)
-            return z, *self.score(patches, z, with_kl)
-        # The last of a few passes over all tokens has their logits, with gradient.
-        z, logits, self.n_passes = self.parallel(self.tokens, self.tokens.context(patches), noise)
-        return z, token_log_prob(logits, z), *([token_kl(logits)] if with_kl else [])
 
     @torch.compiler.disable
     @torch.no_grad()

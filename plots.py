@@ -116,7 +116,7 @@ def ticks(low, high, n, whole=False):
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def draw_plot(title, curves, y_range=None, log_scale=False):
+def draw_plot(title, curves, y_range=None, log_scale=False, x_label="step"):
     """Curves over steps: (colour, [(step, mean, deviation), ...]) each, drawn as a line with a band
     of one deviation on each side. With log_scale, values are logarithms to base 10."""
     width, height = (4 * side for side in PANEL_SIZE)  # reduced at the end, for smooth lines
@@ -148,7 +148,7 @@ def draw_plot(title, curves, y_range=None, log_scale=False):
         x, _ = pixel(step, low)
         pen.line((x, top, x, bottom), GRID, 4)
         pen.text((x, bottom + 48), f"{step:,.7g}", INK, font(52), anchor="mm")
-    pen.text(((left + right) / 2, height - 48), "step", INK, font(52), anchor="mm")
+    pen.text(((left + right) / 2, height - 48), x_label, INK, font(52), anchor="mm")
     pen.rectangle((left, top, right, bottom), outline=INK, width=4)
     for colour, curve in curves:
         upper = [pixel(step, mean + deviation) for step, mean, deviation in curve]

@@ -1,7 +1,6 @@
-"""Sampling from the autoregressive encoder on GPUs, where many small steps are slow.
+"""Compiled sampling from the autoregressive encoder, for GPUs, where many small steps are slow.
 
     model.encoder.sampler = CompiledSampler()     one compiled step per token
-    model.encoder.parallel = ParallelSampler()    all tokens at once, until nothing changes
 
 Letters: N examples in a batch, K codes sampled per example, B tokens per code, V values per token.
 """
@@ -13,44 +12,6 @@ from torch import nn
 
 from daps import draw
 from models import KVCache
-
-
-def one_pass(tokens, context, z, noise):
-    """Logits (N, L, B, V) of every token of z (N, L, B) given those before it, with gradient, and
-    what noise (N, K, B) draws from them: (N, K, B). L is K, or 1 for codes that do not differ."""
-    logits = tokens.logits(context, z)
-    N, L, B = z.shape
-    u = noise.view(N, L, -1, B).transpose(2, 3).contiguous()  # (N, L, B, K / L)
-    return logits, draw(logits.detach(), u).transpose(2, 3).reshape(noise.shape).contiguous()
-
-
-class ParallelSampler:
-    """Jacobi iteration (Song et al. 2021; Wiggers and Hoogeboom 2020): draw every token given the
-    ones before it in the codes of the last pass, until a pass changes nothing.
-
-    Given the noise, a token depends only on those before it, so pass i makes the first i tokens
-    final: the codes are those that a sampler draws token by token, after B + 1 passes at the latest
-    and, where a token matters little for most others, after a few. The CPU waits for each pass.
-    """
-
-    def __init__(self, compiled=False, backend="inductor"):
-        self.one_pass = one_pass
-        if compiled:
-            self.one_pass = torch.compile(one_pass, dynamic=False, backend=backend)
-
-    @torch.compiler.disable
-    def __call__(self, tokens, context, noise):
-        """Codes (N, K, B) of a TokenDecoder, logits (N, K, B, V) with gradient, and the number of
-        passes. The first is for one code per example: it sees no tokens, only unknown ones."""
-        N, _, B = noise.shape
-        z = torch.full((N, 1, B), tokens.vocab_size, device=noise.device)  # as before token 0
-        _, z = self.one_pass(tokens, context, z, noise)
-        for n_passes in range(2, B + 2):
-            logits, drawn = self.one_pass(tokens, context, z, noise)
-            if torch.equal(drawn, z) or n_passes > B:
-                break
-            logits, z = None, drawn  # also frees what its gradient would need
-        return z, logits, n_passes
 
 
 class CompiledSampler:

@@ -86,7 +86,7 @@ wandb_log = False  # also log to Weights & Biases (pip install wandb)
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
 dtype = ""  # of matrix products: float32, bfloat16; empty: bfloat16 on GPUs that compute in it
 use_compile = True  # torch.compile, on GPUs
-cuda_graphs = False  # autoregressive: replay the sampler's steps as CUDA graphs
+cuda_graphs = True  # autoregressive, compiled: replay the sampler's steps as CUDA graphs
 n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
 # ---------------------------------------------------------------------------------------------
 

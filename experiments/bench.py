@@ -2,7 +2,7 @@
 
     python experiments/bench.py --datasets=mnist                    a minute or two on a CPU
     python experiments/bench.py                                     all; ImageNet takes far longer
-    python experiments/bench.py --datasets=imagenet --methods=daps --batch_size=8 --recompute=4
+    python experiments/bench.py --datasets=imagenet --methods=daps --batch_size=8
 
 The networks are those of config/<dataset>_<method>.py; settings of train.py on the command line
 change all of them. x is made up. A step is what train.py runs for a batch (without accumulate): on

@@ -1,4 +1,5 @@
-"""How many passes parallel sampling takes while an autoregressive encoder learns.
+"""How many passes parallel sampling takes while an autoregressive encoder learns: more than pay off
+(docs/speed.md), so train.py samples token by token.
 
     python experiments/passes.py out/passes_mnist.jsonl config/mnist_daps.py config/short.py
     python experiments/passes.py assets/passes.png out/passes_*.jsonl
@@ -17,11 +18,43 @@ sys.path.insert(0, ROOT)
 
 import torch  # noqa: E402
 
+from daps import draw as draw_tokens  # noqa: E402
 from models import AutoregressiveEncoder  # noqa: E402
 from plots import COLOURS, draw_plot  # noqa: E402
-from sampler import ParallelSampler  # noqa: E402
 
 EVERY, EXAMPLES = 20, 8
+
+
+def one_pass(tokens, context, z, noise):
+    """Logits (N, L, B, V) of every token of z (N, L, B) given those before it, with gradient, and
+    what noise (N, K, B) draws from them: (N, K, B). L is K, or 1 for codes that do not differ."""
+    logits = tokens.logits(context, z)
+    N, L, B = z.shape
+    u = noise.view(N, L, -1, B).transpose(2, 3).contiguous()  # (N, L, B, K / L)
+    return logits, draw_tokens(logits.detach(), u).transpose(2, 3).reshape(noise.shape).contiguous()
+
+
+class ParallelSampler:
+    """Jacobi iteration (Song et al. 2021; Wiggers and Hoogeboom 2020): draw every token given the
+    ones before it in the codes of the last pass, until a pass changes nothing.
+
+    Given the noise, a token depends only on those before it, so pass i makes the first i tokens
+    final: the codes are those that a sampler draws token by token, after B + 1 passes at the latest
+    and, where a token matters little for most others, after a few. The CPU waits for each pass.
+    """
+
+    def __call__(self, tokens, context, noise):
+        """Codes (N, K, B) of a TokenDecoder, logits (N, K, B, V) with gradient, and the number of
+        passes. The first is for one code per example: it sees no tokens, only unknown ones."""
+        N, _, B = noise.shape
+        z = torch.full((N, 1, B), tokens.vocab_size, device=noise.device)  # as before token 0
+        _, z = one_pass(tokens, context, z, noise)
+        for n_passes in range(2, B + 2):
+            logits, drawn = one_pass(tokens, context, z, noise)
+            if torch.equal(drawn, z) or n_passes > B:
+                break
+            logits, z = None, drawn  # also frees what its gradient would need
+        return z, logits, n_passes
 
 
 def record(path, argv):
@@ -56,5 +89,6 @@ def draw(path, files):
     draw_plot("Passes of the parallel sampler", curves, (0, 30)).save(path)
 
 
-path, *arguments = sys.argv[1:]
-draw(path, arguments) if path.endswith(".png") else record(path, arguments)
+if __name__ == "__main__":
+    path, *arguments = sys.argv[1:]
+    draw(path, arguments) if path.endswith(".png") else record(path, arguments)
