@@ -83,17 +83,3 @@ def build_model(settings, x_shape, scale=None):
     if s["split_interval"] and has_tokens:
         count_values(decoder)
     return make_method(encoder, decoder, s)
-
-
-def n_parameters(model):
-    """Number of parameters of the recognition and the generative model, the latter with the code
-    vectors. Eta, a value function and the scale of the logits are not counted."""
-    learned = dict(model.named_parameters())
-    if hasattr(model, "codebook"):
-        learned["codebook"] = model.codebook  # a buffer if it is a running mean
-    sizes = {"encoder": 0, "decoder": 0}
-    for name, p in learned.items():
-        if not name.startswith(("log_eta", "value.")) and not name.endswith("log_scale"):
-            part = "encoder" if name.startswith(("encoder.", "posterior.")) else "decoder"
-            sizes[part] += p.numel()
-    return sizes["encoder"], sizes["decoder"]

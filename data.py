@@ -42,9 +42,7 @@ CACHE_DIR = os.environ.get("DAPS_CACHE", "~/.cache/daps")  # for computed files
 # ---------------------------------------------------------------------------------------------
 # batches and noise: pure functions of (seed, step) and the number of an example in its batch
 
-TRAIN_ORDER, TRAIN_NOISE, VAL_NOISE, TRAIN_CROP, SEARCH_NOISE = range(
-    5
-)  # separate streams of randomness
+TRAIN_ORDER, TRAIN_NOISE, VAL_NOISE, TRAIN_CROP = range(4)  # separate streams of randomness
 
 
 def share(n, rank, world_size):

@@ -1,10 +1,7 @@
 """Evaluate checkpoints on the whole validation set: a table, eval.json, and pictures.
 
-    python eval.py out/glyphs_daps out/mnist_daps
-    python eval.py out/mnist_*          runs that differ only in their seed share a row: mean and
-                                        standard deviation (--per_run: a row for each)
-    python eval.py docs/runs/short.jsonl    runs that others recorded with --record=FILE: their
-                                            table and curves, without checkpoints or data
+    python eval.py out/mnist_*             seeds of one run share a row (--per_run: a row for each)
+    python eval.py docs/runs/short.jsonl   runs recorded with --record=FILE, without checkpoints
     python eval.py out/mnist_daps --search=64   also the best codes found in 64 decodings each
 
     model = load("out/glyphs_daps")
@@ -26,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 import fid
-from build import build_model, n_parameters
+from build import build_model
 from data import DATA_DIR, VAL_NOISE, cached, load_dataset, on_device, share, uniform_noise
 from motion import motion_pictures
 from plots import draw_codes, draw_curves, grid, images_per_row
-from report import export, read_record, report, save_picture, thinned
+from report import export, n_parameters, read_record, report, save_picture, thinned
 from run import load_checkpoint, read_log, restore, setup_device, write
 
 BATCH = 250  # examples evaluated at a time

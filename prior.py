@@ -37,6 +37,7 @@ from run import Log, StopSignal, check_same_run, load_checkpoint, restore, save,
 n_layers = 2  # transformer blocks; the authors' number, as is that of width
 width = 128  # H
 n_draws = 1  # codes drawn per training example; VQ-VAE and FSQ always give the same one
+search = 0  # learn the best codes found in so many decodings each; 0: drawn ones
 batch_size = 128  # N; the authors: 64
 lr = 2e-3  # peak rate of AdamW: warm-up, then a cosine down to 0; the authors: 1e-4, constant
 label_dropout = 0.1  # share of codes whose label is hidden: guidance also needs p(z)
@@ -64,10 +65,11 @@ def digest_of_model(out_dir):
         return digest(file.read())
 
 
-def load_codes(out_dir, model, data, n_draws, seed):
+def load_codes(out_dir, model, data, n_draws, search, seed):
     """Codes (n, B), int16 if they fit, and labels (n,), 0 if there are none: z_train, y_train,
     z_val, y_val. They are drawn once and kept in codes_*.pt. Each training example has n_draws
-    codes, drawn in successive epochs; for image folders, each is of a different crop."""
+    codes, drawn in successive epochs; for image folders, each is of a different crop. With search,
+    they are the best found in so many decodings."""
     n, shape = n_draws * data.n_train, (1, model.encoder.n_tokens)
     dtype = torch.int16 if model.encoder.vocab_size <= 2**15 else torch.int32
 
@@ -81,14 +83,16 @@ def load_codes(out_dir, model, data, n_draws, seed):
 
     def encode():
         codes = {"z_train": [], "y_train": [], "z_val": [], "y_val": []}
+        torch.manual_seed(seed)  # for the search
         for split, x, y, noise in tqdm(batches(), "codes", leave=False, disable=None):
-            z = model.encode(on_device(x, device), noise=noise)  # what the prior learns
+            options = {"search": search} if search else {"noise": noise}
+            z = model.encode(on_device(x, device), **options)  # what the prior learns
             codes[f"z_{split}"].append(z.to("cpu", dtype))
             codes[f"y_{split}"].append(y)
         codes = {key: torch.cat(parts) for key, parts in codes.items()}
         return codes | {key: codes[key][:n] for key in ("z_train", "y_train")}
 
-    key = f"{digest_of_model(out_dir)}_{data.key('train', 'val')}_{n_draws}_{seed}"
+    key = f"{digest_of_model(out_dir)}_{data.key('train', 'val')}_{n_draws}_{search}_{seed}"
     return cached(os.path.abspath(os.path.join(out_dir, f"codes_{key}.pt")), encode)
 
 
@@ -298,7 +302,7 @@ def draw_pictures(prior, model, data, y_val):
 
 if __name__ == "__main__":
     settings, out_dirs = configure(globals(), sys.argv[1:])
-    may_be_zero = ("label_dropout", "seed", "guidance", "classifier_steps", "n_workers")
+    may_be_zero = ("label_dropout", "search", "seed", "guidance", "classifier_steps", "n_workers")
     for key, value in settings.items():
         if type(value) in (int, float) and not (value > 0 or value == 0 and key in may_be_zero):
             raise UserError(f"{key} is {value}, must be positive")
@@ -319,7 +323,8 @@ if __name__ == "__main__":
         config = load_prior(out_dir).config if sample else settings
         if guidance != 1 and data.n_labels and not config["label_dropout"]:
             raise UserError(f"guidance is {guidance}, must be 1: label_dropout = 0 learns no p(z)")
-        codes = load_codes(out_dir, model, data, config["n_draws"], config["seed"])
+        draws = (config["n_draws"], config["search"], config["seed"])
+        codes = load_codes(out_dir, model, data, *draws)
         size = dict(n_tokens=n_tokens, vocab_size=model.encoder.vocab_size, n_labels=data.n_labels)
         if not sample:
             train(out_dir, codes, size | dict(width=width, n_layers=n_layers))

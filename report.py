@@ -169,3 +169,17 @@ def export(out_dir, checkpoint, target):
     save(os.path.join(target, "best.pt"), saved)
     log = thinned(read_log(os.path.join(out_dir, "log.jsonl")))
     write_lines(os.path.join(target, "log.jsonl"), log)
+
+
+def n_parameters(model):
+    """Number of parameters of the recognition and the generative model, the latter with the code
+    vectors. Eta, a value function and the scale of the logits are not counted."""
+    learned = dict(model.named_parameters())
+    if hasattr(model, "codebook"):
+        learned["codebook"] = model.codebook  # a buffer if it is a running mean
+    sizes = {"encoder": 0, "decoder": 0}
+    for name, p in learned.items():
+        if not name.startswith(("log_eta", "value.")) and not name.endswith("log_scale"):
+            part = "encoder" if name.startswith(("encoder.", "posterior.")) else "decoder"
+            sizes[part] += p.numel()
+    return sizes["encoder"], sizes["decoder"]

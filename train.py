@@ -26,9 +26,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from build import METHODS, build_model, n_parameters
+from build import METHODS, build_model
 from data import DATA_DIR, DATASETS, TRAIN_NOISE, load_dataset, on_device, share, uniform_noise
 from eval import evaluate, evaluate_runs, one_line
+from report import n_parameters
 from run import Log, StopSignal, check_same_run, load_checkpoint, restore, save, setup_device, write
 from sampler import CompiledSampler
 from vocabulary import split_values, start_from_clusters
@@ -106,14 +107,12 @@ def must(key, holds, wanted):
 
 if unused:
     raise UserError(f"{unused[0]}: neither a config file (*.py) nor --key=value")
-at_least_1 = (
-    "n_tokens width n_layers mlp_ratio n_samples mc_samples ppo_epochs max_steps batch_size"
-)
+may_be_zero = ("credit_window", "split_interval", "eval_examples", "seed", "n_workers")
 for key, value in settings.items():
-    must(key, isinstance(value, str) or value >= 0, "zero or more")
-    counts = key in f"{at_least_1} accumulate eval_interval log_interval".split()
-    must(key, not counts or value >= 1, "at least 1")
-    must(key, key not in ("lr", "encoder_lr", "tau_final") or value > 0, "positive")
+    least = 1 if type(value) is int and key not in may_be_zero else 0
+    must(key, isinstance(value, str) or value >= least, f"at least {least}")
+for key in ("lr", "encoder_lr", "tau_final"):
+    must(key, settings[key] > 0, "positive")
 must("vocab_size", vocab_size >= 2, "at least 2")
 must("image_size", image_size >= 8, "at least 8")
 must("seed", seed < 2**32, "below 2**32")

@@ -14,13 +14,13 @@ import torch
 from conftest import ROOT, assert_one_line, environment, log_rows, run_here
 from PIL import Image
 
-from build import METHODS, build_model, n_parameters
+from build import METHODS, build_model
 from configurator import read_config, settings_block
 from data import ArrayDataset
 from eval import evaluate, load, load_data, one_line, validation_noise
 from models import Bernoulli
 from plots import with_gap
-from report import group_by_seed, label, print_table, read_record, summary
+from report import group_by_seed, label, n_parameters, print_table, read_record, summary
 from run import load_checkpoint
 
 X_SHAPE = (1, 28, 28)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, log_prob_of_all
 
-from build import METHODS, build_model, n_parameters
+from build import METHODS, build_model
 from configurator import read_config, settings_block
 from models import (
     AutoregressiveEncoder,
@@ -23,6 +23,7 @@ from models import (
     attend,
     token_log_prob,
 )
+from report import n_parameters
 from sampler import CompiledSampler
 from vocabulary import split_values
 

@@ -272,7 +272,7 @@ def test_codes_and_classifier_are_made_again_if_only_training_data_change(tmp_pa
     model.encode = lambda x, noise: (x[:, 0, 0, :2] * 255).round().long()  # two of the pixels
     for y_train in (y[:30], y[:30] + 1):  # a new class that sorts first
         found = data.ArrayDataset("made up", x[:30], y_train, x[30:], y[30:])
-        codes = script.load_codes(tmp_path, model, found, 2, 0)
+        codes = script.load_codes(tmp_path, model, found, 2, 0, 0)
         assert codes["z_train"].dtype == torch.int16
         assert torch.equal(codes["z_train"], x[index, 0, 0, :2].short())
         assert torch.equal(codes["y_train"], y_train[index].long())

@@ -19,6 +19,9 @@ COLUMNS = {  # of a table: key in a record, how it is printed
     "degrees": ("degrees", "{:.2f}"),
     "values used": ("code_usage", "{:.0%}"),
     "perplexity": ("perplexity", "{:.0f}"),
+    "decodings": ("search", "{}"),
+    "searched log p(x|z)": ("search_log_px", "{:.2f}"),
+    "searched PSNR": ("search_psnr", "{:.2f}"),
 }
 PAIR = r"(?:-|-?\d+\.\d\d) / \d\d\.\d\d"  # beta-ELBO, or log p(x|z), and PSNR
 PAGES = ("README.md", "docs/results.md")

@@ -243,7 +243,7 @@ NONSENSE = {
     "image_size=4": ("image_size", "at least 8"), "method=fsq fsq_levels=4,x": ("fsq_levels",),
     "method=fsq fsq_levels=4,5": ("fsq_levels", "vocab_size"), "device=cuba": ("device", "cuba"),
     "device=mps": ("device is 'mps', which cannot be used here", "only cpu and cuda"),
-    "seed=-1": ("seed", "zero or more"), "seed=4294967296": ("seed", "below 2**32"),
+    "seed=-1": ("seed", "at least 0"), "seed=4294967296": ("seed", "below 2**32"),
     "lr=fast": ("lr", "float", "fast"), "n_tokens=0": ("n_tokens", "at least 1"),
     "vocab_size=1": ("vocab_size", "at least 2"), "width=15": ("width", "multiple"),
     "n_samples=1": ("n_samples", "at least 2"), "method=rloo n_samples=1": ("n_samples",),
