@@ -18,6 +18,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -74,7 +75,10 @@ def validation_codes(model, x, index, search=0):
     decodings, and the KL is zero, as it is where there is no q."""
     if search:
         numbers = index.to(x.device)
-        noise = lambda i, shape: uniform_noise(VAL_NOISE, 0, i + 1, numbers, shape)  # noqa: E731
+
+        def noise(i, shape):
+            return uniform_noise(VAL_NOISE, 0, i + 1, numbers, shape)
+
         return model.encode(x, search=search, noise=noise), x.new_zeros(len(x))
     noise = validation_noise(model, index, x.device)
     if model.discrete and model.has_kl:
@@ -173,8 +177,8 @@ def draw_pictures(model, data, device, search=0):
         torch.manual_seed(0)
         samples = model.sample(6 * columns).mean
     if data.name == "lafan":
-        decode = lambda index: reconstruct(model, data, index, device)[1]  # noqa: E731
-        return motion_pictures(data.segments["val"], decode, samples)
+        reconstructions = partial(reconstruct, model, data, device=device)
+        return motion_pictures(data.segments["val"], reconstructions, samples)
     columns = min(columns, data.n_val)
     index = data.val_index(4 * columns)
     x, drawn = reconstruct(model, data, index, device)

@@ -316,13 +316,12 @@ def side_by_side(true, decoded, size=300):
     return pages
 
 
-def motion_pictures(segments, decode, samples):
-    """Pictures of validation segments, of their reconstructions decode(index), (N, 32, 26), and of
-    samples, by file name; the first file, decoded segment by segment, as CSV and its start as GIF.
-    """
+def motion_pictures(segments, reconstruct, samples):
+    """Pictures by file name: validation segments above reconstruct(index)[1], (N, 32, 26); samples;
+    and the first file, decoded segment by segment, all of it as CSV and its start as GIF."""
 
     def in_the_world(index):
-        return segments.frames(index), segments.to_world(decode(index), index)
+        return segments.frames(index), segments.to_world(reconstruct(index)[1], index)
 
     files, rows = segments.by_clip, []  # the segments of each file
     middles = torch.stack([index[len(index) // 2] for index in files])

@@ -33,8 +33,9 @@ def search(
     n_candidates  C, values tried per token and round; 0: 4 to 16, if eight rounds fit
     sharpness     factor of the logits; below 1, values that the encoder finds unlikely are tried
     """
-    if noise is None:
-        noise = lambda i, shape: torch.rand(len(z), *shape, device=z.device)  # noqa: E731
+
+    def fresh(i, shape):
+        return torch.rand(len(row), *shape, device=z.device)
 
     def total(log_px):
         return log_px if places is None else log_px.sum(dim=-1)
@@ -52,7 +53,7 @@ def search(
             n = min(n_candidates, left if places is None else left - 1)
             if n < 1:
                 return z
-            u = noise(calls, (len(group), logits.size(-1)))
+            u = (noise or fresh)(calls, (len(group), logits.size(-1)))
             values = candidates(logits[:, group], z[:, group], n, u)  # (N, C, G)
             trials = z.unsqueeze(1).repeat(1, n, 1)  # (N, C, B)
             trials[:, :, group] = values
