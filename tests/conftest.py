@@ -11,17 +11,16 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch starts: tests compare wi
 import contextlib
 import gzip
 import hashlib
-import http.server
 import importlib
 import io
 import json
+import pathlib
 import runpy
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import types
 
 import numpy as np
@@ -32,13 +31,12 @@ from PIL import Image
 import data
 import eval as evaluation
 import motion
-from configurator import UserError, explain
-from data import CIFAR10_FILES, MotionDataset
+from configurator import UserError, explain, read_config, settings_block
 from models import OnePassEncoder, token_log_prob
 from run import load_checkpoint
 
-TESTS = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.dirname(TESTS)
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DEFAULTS, _ = settings_block(os.path.join(ROOT, "train.py"))
 TINY = ("--batch_size=16", "--n_samples=4", "--vocab_size=32", "--width=32", "--max_steps=12")
 TINY += ("--eval_interval=4", "--log_interval=1")
 SMALL = ("--n_tokens=16", "--vocab_size=16", "--width=16", "--n_layers=1")
@@ -60,6 +58,19 @@ def log_prob_of_all(encoder, x, codes):
     return token_log_prob(logits, codes.unsqueeze(0)).sum(dim=-1)[0]
 
 
+def config(*names, **changes):
+    """The settings of train.py, overridden by every config/<name>.py, then by the changes."""
+    paths = [os.path.join(ROOT, "config", f"{name}.py") for name in names]
+    return DEFAULTS | {key: v for path in paths for key, v, _ in read_config(path)} | changes
+
+
+@pytest.fixture(autouse=True)
+def same_start():
+    """Each test starts from one seed, and with denormal numbers, which setup_device turns off."""
+    torch.manual_seed(0)
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture
 def fresh_dynamo():
     torch._dynamo.reset()
@@ -68,36 +79,18 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.fixture(autouse=True)
-def denormals():
-    """Each test leaves this process with denormal numbers, which setup_device turns off."""
-    yield
-    torch.set_flush_denormal(False)
-
-
-# ---------------------------------------------------------------------------------------------
 # scripts, in a process of their own or in this one
 
 PATIENCE = 400  # seconds after which a run counts as hung, even on a busy machine
 
 
-def environment(**extra):
-    """For subprocesses: one thread, and no GPU, whose numbers would differ."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # for subprocesses
 
 
-def run(*command, cwd=ROOT, timeout=PATIENCE, **extra):
+def run(*command, **extra):
     """Run python with these arguments; the finished process with its output as text."""
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=cwd, env=environment(**extra), timeout=timeout, text=True, capture_output=True,
-    )  # fmt: skip
-
-
-def succeed(*command, **extra):
-    done = run(*command, **extra)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    options = dict(cwd=ROOT, env=ONE_THREAD | extra, timeout=PATIENCE, text=True)
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, **options)
 
 
 def run_here(script, *arguments):
@@ -124,9 +117,9 @@ def run_here(script, *arguments):
     return types.SimpleNamespace(code=code, output=output.getvalue(), errors=errors.getvalue())
 
 
-def train_here(*arguments):
-    """train.py in this process; it must not fail."""
-    done = run_here("train.py", *arguments)
+def train_here(*arguments, script="train.py"):
+    """A script in this process; it must not fail."""
+    done = run_here(script, *arguments)
     assert done.code == 0, done.output + done.errors
     return done.output
 
@@ -145,7 +138,7 @@ class Forker:
 
     def __init__(self, folder):
         command, pipe = [sys.executable, os.path.abspath(__file__)], subprocess.PIPE
-        options = dict(cwd=ROOT, env=environment(PYTHONPATH=ROOT), text=True)
+        options = dict(cwd=ROOT, env=ONE_THREAD | {"PYTHONPATH": ROOT}, text=True)
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, **options)
         self.folder = folder
 
@@ -154,12 +147,10 @@ class Forker:
         files = [[str(self.folder / f"{kind}{i}") for kind in "oe"] for i in range(len(jobs))]
         jobs = [([*map(str, argv)], *rest, f) for (argv, *rest), f in zip(jobs, files, strict=True)]
         print(json.dumps(jobs), file=self.process.stdin, flush=True)
-        results = []
-        for code, (output, errors) in zip(
-            json.loads(self.process.stdout.readline()), files, strict=True
-        ):
-            with open(output) as a, open(errors) as b:
-                results.append(types.SimpleNamespace(code=code, output=a.read(), errors=b.read()))
+        codes, results = json.loads(self.process.stdout.readline()), []
+        for code, names in zip(codes, files, strict=True):
+            output, errors = (pathlib.Path(name).read_text() for name in names)
+            results.append(types.SimpleNamespace(code=code, output=output, errors=errors))
         return results
 
     def train(self, *arguments, fault="", script="train.py"):
@@ -183,8 +174,8 @@ class Forker:
             jobs.append((("train.py", *arguments), fault, env | rank))
         return self.run(*jobs)
 
-    def finish_ranks(self, *arguments, n=2):
-        everyone = self.ranks(*[(arguments, "")] * n)
+    def finish_ranks(self, *arguments):
+        everyone = self.ranks(*[(arguments, "")] * 2)
         for done in everyone:
             assert done.code == 0, done.output + done.errors
         return everyone[0].output
@@ -213,7 +204,6 @@ def forker(tmp_path_factory):
     forker.process.wait()
 
 
-# ---------------------------------------------------------------------------------------------
 # faults
 
 
@@ -241,7 +231,6 @@ def strike(where, nth=1, number=signal.SIGKILL):
     setattr(owner, name, struck)
 
 
-# ---------------------------------------------------------------------------------------------
 # runs that tests share, and how they are compared
 
 
@@ -275,7 +264,6 @@ def log_rows(out_dir, split=""):
     return [row for row in rows if split in row["split"]]
 
 
-# ---------------------------------------------------------------------------------------------
 # made-up data in the formats of the published files, and a server
 
 
@@ -287,11 +275,6 @@ def write_hashed(path, body):
     return hashlib.sha256(body).hexdigest()
 
 
-def idx_bytes(array):
-    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-    return header + array.astype(np.uint8).tobytes()
-
-
 def write_mnist(folder, n=20):
     """The four files of n random images: arrays by name, and the MNIST_FILES that match them."""
     rng = np.random.default_rng(0)
@@ -300,21 +283,10 @@ def write_mnist(folder, n=20):
         arrays[f"{prefix}-images-idx3-ubyte"] = rng.integers(256, size=(n, 28, 28))
         arrays[f"{prefix}-labels-idx1-ubyte"] = rng.integers(10, size=n)
     for name, array in arrays.items():
-        path = os.path.join(folder, f"{name}.gz")
-        hashes[name] = write_hashed(path, gzip.compress(idx_bytes(array)))
+        header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+        body = gzip.compress(header + array.astype(np.uint8).tobytes())
+        hashes[name] = write_hashed(os.path.join(folder, f"{name}.gz"), body)
     return arrays, hashes
-
-
-def write_cifar(folder, n=20, seed=0):
-    """The six unpacked files, n records each: records (6, n, 3073), and the CIFAR10_FILES that
-    match them."""
-    rng = np.random.default_rng(seed)
-    records = rng.integers(256, size=(6, n, 3073), dtype=np.uint8)
-    records[..., 0] %= 10
-    pairs = zip(CIFAR10_FILES, records, strict=True)
-    return records, {
-        name: write_hashed(os.path.join(folder, name), part.tobytes()) for name, part in pairs
-    }
 
 
 def photograph(width, height, mode="RGB", seed=0):
@@ -324,6 +296,12 @@ def photograph(width, height, mode="RGB", seed=0):
     page = np.stack([x * 255 / width, y * 255 / height, rng.integers(60) + 0 * x], axis=2) / 2
     page[: height // 2, : width // 2] += 120
     return Image.fromarray(page.astype(np.uint8)).convert(mode)
+
+
+def write_pictures(folder, n, size=(20, 20)):
+    os.makedirs(folder)
+    for i in range(n):
+        photograph(*size, seed=i).save(folder / f"{i:02}.png")
 
 
 def motion_frames(n, seed=0):
@@ -343,7 +321,7 @@ def motion_dataset(n_train=3, n_val=4, n=100):
     features = motion.motion_features
     train = [features(motion_frames(n + i, seed=i)) for i in range(n_train)]
     val = [features(motion_frames(n, seed=50 + i)) for i in range(n_val)]
-    return MotionDataset({"train": train, "val": val})
+    return data.MotionDataset({"train": train, "val": val})
 
 
 def write_lafan(data_dir, n=70):
@@ -354,42 +332,6 @@ def write_lafan(data_dir, n=70):
         path = os.path.join(data_dir, "lafan1", "h1", f"{name}.csv")
         hashes[name] = write_hashed(path, text.encode())
     return hashes
-
-
-def pretend_published(folder, **tables):
-    """The environment in which scripts take made-up files for the published ones: run them with
-    **pretend_published(tmp_path, MNIST_FILES=hashes). Python runs sitecustomize.py at its start."""
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, "sitecustomize.py"), "w") as file:
-        file.write(f"import data\nvars(data).update({tables!r})\n")
-    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-
-
-class Server:
-    """Serves {path: bytes} on loopback; a path that begins with /half breaks off in the middle."""
-
-    def __init__(self, files):
-        self.asked = asked = []
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                fault, name = self.path.rsplit("/", 1)
-                body = files.get(f"/{name}", b"")
-                asked.append(self.path)
-                self.send_response(200 if body else 404)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body[: len(body) // 2] if fault == "/half" else body)
-
-            def log_message(self, *args):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def stop(self):
-        self.server.shutdown()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import vector_quantize_pytorch
-from conftest import assert_one_line, log_prob_of_all, run_here
+from conftest import log_prob_of_all
 from scipy.integrate import quad
 from scipy.special import expit
 
@@ -18,11 +18,6 @@ from models import AutoregressiveEncoder, MLPDecoder, OnePassEncoder, Scale, Siz
 X_SHAPE, B, V, BETA = (1, 4, 6), 3, 4, 0.5
 CODES = torch.tensor(list(itertools.product(range(V), repeat=B)))  # (64, B)
 KINDS, SAME = (AutoregressiveEncoder, OnePassEncoder), Scale(torch.zeros(1), torch.ones(1))
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def sizes(vocab_size=V):
@@ -133,9 +128,7 @@ def test_ppo_weighs_reward_and_kl_as_the_elbo_does_and_clips_the_ratio_of_every_
     torch.testing.assert_close(metrics["clipped"], (high | low).float().mean())
 
 
-def test_ppo_needs_two_codes_in_a_batch_and_may_have_one_per_example():
-    alone = ("--method=ppo", "--dataset=glyphs", "--n_samples=1", "--batch_size=1")
-    assert_one_line(run_here("train.py", *alone), "batch_size is 1", "at least 2")
+def test_ppo_may_have_one_code_per_example():
     model = PPO(*networks(AutoregressiveEncoder), width=8, n_samples=1)
     loss, _ = model(torch.rand(2, *X_SHAPE).round(), BETA, torch.rand(2, 1, B))
     assert loss.isfinite() and gradient(loss, model.encoder).isfinite().all()

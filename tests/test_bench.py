@@ -1,23 +1,9 @@
 """What a step costs, and what the gradient estimators are worth: the scripts in experiments/."""
 
-import pytest
 import torch
-from conftest import run, succeed
+from conftest import run
 
-from daps import DAPS
 from experiments import bench, bias
-from models import Block, Sizes
-
-
-@pytest.mark.parametrize("n_patches", [8, 64])  # attention written out, and in one kernel
-def test_the_flops_of_a_block_are_those_counted_by_hand(n_patches):
-    N, P, H, ratio = 3, n_patches, 32, 4
-    block = Block(Sizes(x_shape=(1, 1), n_tokens=P, vocab_size=2, width=H, mlp_ratio=ratio))
-    h = torch.randn(N, P, H, requires_grad=True)
-    weights = N * P * (4 * H**2 + 2 * ratio * H**2)  # multiply-adds: q, k, v, out; the MLP
-    attention = 2 * N * P * P * H  # scores, and their product with the values
-    expected = 2 * 3 * (weights + attention)  # backward: a product for each factor's gradient
-    assert bench.count_flops(lambda: block(h).sum().backward()) == expected
 
 
 def test_the_flops_of_a_step_of_daps_on_mnist_are_those_counted_by_hand():
@@ -51,34 +37,13 @@ def test_memory_is_that_of_all_tensors_alive_at_once():
     assert bench.peak_memory(one_after_another, "cpu") == 1
 
 
-def test_a_step_is_that_of_the_config_file_and_of_the_command_line(monkeypatch):
-    settings = bench.settings_of("cifar10", "daps", "cpu", ["--n_samples=3", "--batch_size=2"])
-    assert settings["n_tokens"] == 64 and settings["vocab_size"] == 512  # of cifar10.py
-    assert settings["commitment"] == 0.25  # of train.py alone
-    seen, forward = [], DAPS.forward
-
-    def noted(model, x, beta, noise):
-        seen.append((tuple(x.shape), tuple(noise.shape), model.ess_target))
-        return forward(model, x, beta, noise=noise)
-
-    monkeypatch.setattr(DAPS, "forward", noted)
-    bench.make_step(settings, "cpu")()
-    assert seen == [((2, 3, 32, 32), (2, 3, 64), settings["ess_target"])]
-
-
 def test_the_table_agrees_with_itself():
     words = ("--datasets=mnist", "--methods=daps_na fsq", "--batch_size=64", "--seconds=0")
-    title, _, *lines = succeed("experiments/bench.py", *words).strip().splitlines()
+    title, _, *lines = run("experiments/bench.py", *words).stdout.strip().splitlines()
     assert [line.split()[0] for line in lines] == ["daps_na", "fsq"] and "N = 64, float32" in title
     for line in lines:
         ms, per_second, memory, gflop, ratio = (float(w.replace(",", "")) for w in line.split()[1:])
         assert abs(per_second * ms / 64e3 - 1) < 0.05 and min(memory, gflop, ratio) > 0
-
-
-@pytest.mark.parametrize("words", ["--datasets=mars", "mnist"])
-def test_a_bad_word_is_refused_in_one_line(words):
-    done = run("experiments/bench.py", "--datasets=mnist", words)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_rloo_is_unbiased_and_gumbel_softmax_is_not():

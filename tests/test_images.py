@@ -2,14 +2,13 @@
 
 import hashlib
 import os
-import signal
 import tarfile
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from conftest import photograph, write_cifar
+from conftest import photograph, write_hashed, write_pictures
 from PIL import Image
 from scipy import stats
 
@@ -25,7 +24,11 @@ def small_cifar(tmp_path, monkeypatch):
     """Made-up CIFAR-10, unpacked in the folder a and as an archive in b: records (6, 20, 3073)."""
     unpacked = tmp_path / "a" / "cifar10" / CIFAR10_FOLDER
     archive = tmp_path / "b" / "cifar10" / "cifar-10-binary.tar.gz"
-    records, hashes = write_cifar(unpacked)
+    rng, hashes = np.random.default_rng(0), {}
+    records = rng.integers(256, size=(6, 20, 3073), dtype=np.uint8)
+    records[..., 0] %= 10
+    for name, part in zip(data.CIFAR10_FILES, records, strict=True):
+        hashes[name] = write_hashed(unpacked / name, part.tobytes())
     os.makedirs(archive.parent)
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(unpacked, CIFAR10_FOLDER)
@@ -55,12 +58,6 @@ def test_cifar10_is_read_as_it_is_written_unpacked_or_not(tmp_path, small_cifar)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def write_pictures(folder, n, size=(20, 20)):
-    os.makedirs(folder)
-    for i in range(n):
-        photograph(*size, seed=i).save(folder / f"{i:02}.png")
 
 
 def test_a_messy_folder_is_read_and_what_is_broken_is_named_once_and_replaced(tmp_path):
@@ -228,15 +225,3 @@ def test_statistics_are_those_of_the_images_and_are_kept_until_the_files_change(
     changed = imagenet(str(tmp_path / "pictures"), image_size=32)
     assert changed.key("train") != before[0] and changed.key("val") == before[1]
     assert changed.scale.mean.max() > 0.2
-
-
-def test_signals_to_all_processes_do_not_end_the_workers(tmp_path):
-    """They continue until their parent is done: Ctrl-C, torchrun and schedulers signal all."""
-    write_pictures(tmp_path / "pictures", 4)
-    found = imagenet(str(tmp_path / "pictures"), image_size=16)
-    batches = found.train_batches(0, range(20), 2, n_workers=2)
-    next(batches)
-    for worker in batches._workers:
-        os.kill(worker.pid, signal.SIGINT)
-        os.kill(worker.pid, signal.SIGTERM)
-    assert len(list(batches)) == 19

@@ -1,6 +1,5 @@
 """LAFAN1 on the Unitree H1: kinematics against MuJoCo, round trips, splits, figures, a run."""
 
-import ast
 import io
 import math
 import os
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, motion_dataset, motion_frames, pretend_published, succeed, write_lafan
+from conftest import ROOT, SMALL, motion_dataset, motion_frames, train_here, write_lafan
 from PIL import Image
 
 import data
@@ -23,19 +22,10 @@ REAL = os.path.join(os.path.expanduser(data.DATA_DIR), "lafan1", "h1")
 needs_lafan = pytest.mark.skipif(not os.path.isdir(REAL), reason="DAPS_DATA has no LAFAN1")
 
 
-def test_motion_can_be_copied_alone():
-    with open(os.path.join(ROOT, "motion.py"), encoding="utf-8") as file:
-        nodes = list(ast.walk(ast.parse(file.read())))
-    modules = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
-    modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert modules == {"math", "numpy", "torch", "PIL"}
-
-
 # kinematics
 
 
 def test_quaternions_rotate_vectors_as_matrices_do():
-    torch.manual_seed(0)
     v, angle = torch.randn(5, 3).double(), torch.rand(5).double() * 6 - 3
     c, s = angle.cos(), angle.sin()
     rotated = torch.stack([c * v[:, 0] - s * v[:, 1], s * v[:, 0] + c * v[:, 1], v[:, 2]], dim=1)
@@ -65,7 +55,6 @@ def test_forward_kinematics_agrees_with_mujoco_on_a_thousand_real_frames():
 
 def test_inverse_kinematics_undoes_forward_kinematics_over_the_whole_range():
     """Also of the shoulders' yaw, which goes past half a turn."""
-    torch.manual_seed(0)
     middle = torch.tensor([link[5] for link in motion.H1]).double()
     angles = middle + (torch.rand(500, 19).double() - 0.5) * 2 * 3.1
     _, rotations = motion.forward_kinematics(angles)
@@ -178,29 +167,10 @@ def test_frames_are_written_as_they_are_read():
     assert text.count("\n") == 70 and text.endswith("\n")
 
 
-def test_figures_stand_in_rows_over_time_and_side_by_side():
-    frames = torch.from_numpy(motion_frames(FRAMES))
-    joints = motion.joint_positions(frames)
-    rows = [("one", joints), ("two\nlines", joints + torch.tensor([5, 5, 0]))]
-    page = np.array(motion.film(rows, range(0, FRAMES, 8), size=100))
-    assert page.shape == (200, 110 + 4 * 100, 3)
-    assert (page[:100, 110:] != page[100:, 110:]).mean() < 0.001  # wherever they stand
-    for colour in (motion.LEFT, motion.RIGHT, motion.INK):
-        assert all((page[:, a : a + 100] == colour).all(axis=2).any() for a in range(110, 500, 100))
-    apart = frames + 0.3 * torch.eye(26)[0].double()
-    for decoded, same in ((frames, True), (apart, False)):  # thirty centimetres off
-        pages = motion.side_by_side(frames, decoded, size=100)
-        page = np.array(pages[0].convert("L"))[25:]  # below the labels
-        different = (page[:, :100] != page[:, 100:]).mean()
-        assert len(pages) == FRAMES and (different < 0.001 if same else different > 0.02)
-
-
-def test_a_run_on_motion_leaves_figures_a_film_and_a_file_that_robots_read(tmp_path):
-    published = pretend_published(tmp_path / "site", LAFAN_FILES=write_lafan(tmp_path))
-    settings = ("--dataset=lafan", f"--data_dir={tmp_path}", "--n_tokens=64", "--vocab_size=16")
-    settings += ("--width=16", "--n_layers=1", "--n_samples=3", "--batch_size=4", "--max_steps=3")
-    settings += ("--eval_interval=3", f"--out_dir={tmp_path / 'run'}")
-    output = succeed("train.py", *settings, **published)
+def test_a_run_on_motion_leaves_figures_a_film_and_a_file_that_robots_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "LAFAN_FILES", write_lafan(tmp_path))
+    settings = ("--dataset=lafan", f"--data_dir={tmp_path}", "--n_tokens=64", "--max_steps=3")
+    output = train_here(*SMALL, *settings, f"--out_dir={tmp_path / 'run'}")
     assert "cm" in output and "degrees" in output and "FID" not in output
     decoded = motion.read_motion(tmp_path / "run" / "motion.csv")
     assert decoded.shape == (2 * FRAMES, 26)

@@ -1,21 +1,13 @@
 """With config/paper.py, a step of DAPS is Algorithm 1 of the paper, number by number."""
 
-import os
-
 import torch
-from conftest import ROOT
+from conftest import config
 
 from build import build_model
-from configurator import read_config, settings_block
 
 
 def test_the_overlay_makes_a_step_of_daps_that_of_algorithm_1():
-    settings, _ = settings_block(os.path.join(ROOT, "train.py"))
-    for name in ("mnist_daps.py", "paper.py"):
-        path = os.path.join(ROOT, "config", name)
-        settings |= {key: value for key, value, _ in read_config(path)}
-    settings |= {"vocab_size": 16, "width": 16, "n_samples": 4}
-    torch.manual_seed(0)
+    settings = config("mnist_daps", "paper", vocab_size=16, width=16, n_samples=4)
     model = build_model(settings, (1, 28, 28))
     model.log_eta.data.fill_(1.0)  # where neither one code nor all of them dominate
     x, beta, K = torch.rand(6, 1, 28, 28).round(), 0.3, 4

@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 import torch
-from conftest import ROOT, TINY, log_rows, photograph, run_here, write_mnist
+from conftest import ROOT, TINY, log_rows, run_here, write_mnist, write_pictures
 
 import data
 import eval as evaluation
@@ -44,9 +44,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     for part in ("config", "experiments", "assets/mnist_daps", "docs/runs"):
         shutil.copytree(os.path.join(ROOT, part), folder / part)
-    os.mkdir(folder / "pictures")
-    for i in range(20):
-        photograph(40, 30, seed=i).save(folder / "pictures" / f"{i}.JPEG")
+    write_pictures(folder / "pictures", 20)
     _, hashes = write_mnist(folder / "data" / "mnist")
     load_dataset.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -161,11 +159,12 @@ def test_quoted_code_stands_in_daps():
         assert line in source, line
 
 
-@pytest.mark.parametrize("name", ["daps.py", "flow.py", "search.py"])
-def test_files_to_copy_need_only_torch(name):
+@pytest.mark.parametrize("name", ["daps.py", "flow.py", "search.py", "motion.py"])
+def test_files_to_copy_need_only_torch_and_for_motion_numpy_and_pillow(name):
     source = pathlib.Path(ROOT, name).read_text()
     imports = re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE)
-    assert set(imports) <= {"torch", "math", "search"}  # search: where it is asked for
+    more = {"numpy", "PIL"} if name == "motion.py" else {"search"}  # search: where it is asked for
+    assert set(imports) <= {"torch", "math"} | more
 
 
 @pytest.mark.parametrize("page", PAGES)

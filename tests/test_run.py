@@ -9,16 +9,8 @@ import time
 import pytest
 import torch
 
-import run
 from configurator import UserError
 from run import Log, StopSignal, check_same_run, load_checkpoint, read_log, restore, save, write
-
-
-def test_text_and_bytes_are_written_and_replace_what_was_there(tmp_path):
-    for content, found in (("ä\n", "ä\n".encode()), (b"\0\xff", b"\0\xff"), ("", b"")):
-        write(str(tmp_path / "a" / "x"), content)
-        assert (tmp_path / "a" / "x").read_bytes() == found
-    assert os.listdir(tmp_path / "a") == ["x"]
 
 
 def test_content_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -117,11 +109,3 @@ def test_a_signal_that_is_repeated_ends_a_program_only_after_twenty_seconds(monk
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("device", ("cuba", "mps", "meta"))
-def test_a_device_that_cannot_be_used_is_refused_in_one_line(device):
-    with pytest.raises(
-        UserError, match=f"^device is '{device}', which cannot be used here [^\n]*$"
-    ):
-        run.setup_device(device)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, assert_one_line, run_here, train_here
+from conftest import SMALL, assert_one_line, config, run_here, train_here
 from torch import nn
 
 from build import METHODS, build_model
-from configurator import settings_block
 from daps import DAPS, TokenEncoder
 from data import uniform_noise
 from search import around, candidates, groups, search
@@ -30,11 +29,9 @@ def separable(N=5, B=6, V=7):
 
 
 def small_model(method, shape, window=0):
-    settings, _ = settings_block(f"{ROOT}/train.py")
-    settings |= {"method": method, "n_tokens": 16, "vocab_size": 16, "width": 16}
-    settings |= {"fsq_levels": "4 4", "n_samples": 3, "credit_window": window}
+    settings = dict(n_tokens=16, vocab_size=16, width=16, fsq_levels="4 4", n_samples=3)
     torch.manual_seed(0)
-    return build_model(settings, shape).eval()
+    return build_model(config(method=method, credit_window=window, **settings), shape).eval()
 
 
 def test_a_search_finds_the_optimum_of_a_problem_that_can_be_enumerated():
@@ -58,16 +55,8 @@ def test_groups_equal_one_token_at_a_time_where_windows_do_not_overlap():
 
     first = torch.zeros(5, 1, 6, dtype=torch.long)
     in_groups = search(x, first, log_prob, lambda x, z: table, 400, fixed_noise(5), (6,), 6)
-    one_by_one = search(
-        x,
-        first,
-        lambda x, z: log_prob(x, z).sum(2),
-        lambda x, z: table,
-        400,
-        fixed_noise(5),
-        None,
-        6,
-    )
+    whole = lambda x, z: log_prob(x, z).sum(2)  # noqa: E731
+    one_by_one = search(x, first, whole, lambda x, z: table, 400, fixed_noise(5), None, 6)
     matters = lonely > 0
     assert torch.equal(in_groups[:, matters], one_by_one[:, matters])
     assert torch.equal(in_groups[:, matters], table.argmax(dim=2)[:, matters])
@@ -128,21 +117,16 @@ def test_every_method_finds_better_codes_and_the_same_for_any_share_of_a_batch(m
 
 def test_a_decoder_that_was_trained_with_a_window_is_searched_like_any_other():
     x = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    codes = [
-        small_model("daps_na", (3, 32, 32), window).encode(x, search=40, noise=fixed_noise(4))
-        for window in (0, 3)
-    ]
-    assert torch.equal(*codes)
+    models = (small_model("daps_na", (3, 32, 32), window) for window in (0, 3))
+    assert torch.equal(*(model.encode(x, search=40, noise=fixed_noise(4)) for model in models))
 
 
 def test_a_users_own_networks_can_be_searched():
     class Decoder(nn.Linear):
         def log_prob(self, x, z):
-            return (
-                -(self(nn.functional.one_hot(z, 4).flatten(-2).float()) - x[:, None]).pow(2).sum(2)
-            )
+            h = self(nn.functional.one_hot(z, 4).flatten(-2).float())
+            return -(h - x[:, None]).square().sum(2)
 
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 12), nn.Unflatten(1, (3, 4)))
     model, x = DAPS(TokenEncoder(net), Decoder(12, 5)), torch.randn(8, 5)
     z = model.encode(x, search=100)  # enough for all values of all tokens, many times
@@ -160,6 +144,5 @@ def test_eval_adds_columns_and_a_picture_and_budget_0_changes_nothing(tmp_path):
     searched = run_here("eval.py", f"{tmp_path}/run", "--search=12").output
     assert "search" not in plain and " 12 " in searched
     assert (tmp_path / "run" / "reconstructions_search.png").exists()
-    again = run_here("eval.py", f"{tmp_path}/run", "--search=0").output
-    assert again == plain
+    assert run_here("eval.py", f"{tmp_path}/run", "--search=0").output == plain
     assert_one_line(run_here("eval.py", f"{tmp_path}/run", "--search=-1"), "search is -1")

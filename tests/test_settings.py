@@ -9,17 +9,14 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT, assert_one_line, motion_dataset, photograph, run, run_here, same
+from conftest import DEFAULTS, ROOT, assert_one_line, motion_dataset, run, run_here, same
+from PIL import Image
 
 import data
 import eval as evaluation
 from configurator import UserError, checked, configure, read_config, settings_block
-from models import Scale
 from run import load_checkpoint
 
-DEFAULTS, MAY_DIFFER = settings_block(os.path.join(ROOT, "train.py"))
-
-# ---------------------------------------------------------------------------------------------
 # files and arguments
 
 
@@ -43,28 +40,16 @@ def test_files_and_arguments_apply_from_left_to_right_and_a_base_before_its_file
     a, b = tmp_path / "a.py", tmp_path / "b.py"
     assert settings(a)[:2] == (1.0, 7) and settings(b, a)[1] == 7 and settings(a, b)[1] == 8
     assert settings("--max_steps=2", "--method=vqvae", a, "--lr=3")[:3] == (3.0, 7, "vqvae")
-    places = [where for *_, where in read_config(str(a))]
-    assert places[1:] == [f"{tmp_path}/shared.py, line 3", f"{a}, line 3"]
 
 
 BAD = {
     "--lrr=1": "--lrr=1: there is no setting lrr; did you mean lr?",
-    "--learning_rate=1": "no setting learning_rate (--help lists the settings)",
     "--lr": "--lr: write --lr=value",
-    "--lr=fast": "lr must be of type float, like 0.006; found 'fast'",
     "--lr=nan": "lr must be of type float",
-    "--lr=1e999": "lr must be of type float",
     "--max_steps=2.5": "max_steps must be of type int, like 2000; found 2.5",
-    "--max_steps=True": "found True",
-    "--resume=1": "resume must be of type bool",
     "--resume=__import__('os')": "resume must be of type bool",
-    "--_hidden=2": "there is no setting _hidden",
-    "none.py": "config file none.py: No such file",
-    "max_step = 5": "run.py, line 1: there is no setting max_step; did you mean max_steps",
     "\nlr = 'fast'": "run.py, line 2: lr must be of type float, like 0.006; found 'fast'",
-    "import os": "run.py, line 1: a config file holds only assignments",
     "lr = open('/etc/passwd').read()": "line 1: a config file holds only assignments",
-    "lr = max_steps = 1": "line 1: a config file holds only assignments",
     "lr = = 1": "run.py: invalid syntax",
     "base = 'none.py'": "none.py: No such file",
 }
@@ -73,9 +58,8 @@ BAD = {
 @pytest.mark.parametrize("wrong", BAD)
 def test_a_bad_argument_or_file_is_refused_by_name_and_line(wrong, tmp_path):
     (tmp_path / "run.py").write_text(wrong)
-    is_argument = wrong.startswith("--") or wrong == "none.py"
     with pytest.raises(UserError, match=f"^[^\n]*{re.escape(BAD[wrong])}[^\n]*$"):
-        settings(wrong if is_argument else tmp_path / "run.py")
+        settings(wrong if wrong.startswith("--") else tmp_path / "run.py")
 
 
 @pytest.mark.parametrize("script", ("train.py", "eval.py"))
@@ -88,7 +72,8 @@ def test_help_lists_every_setting_with_default_and_comment(script):
         shown = {row[1]: row[2] for row in rows}
         assert {key: repr(value) for key, value in DEFAULTS.items()}.items() <= shown.items()
         assert shown.keys() - DEFAULTS.keys() == {"data_dir", "device", "n_workers"}
-        assert {"out_dir", "max_steps", "device", "n_workers"} < MAY_DIFFER < shown.keys()
+        _, may_differ = settings_block(os.path.join(ROOT, script))
+        assert {"out_dir", "max_steps", "device", "n_workers"} < may_differ < shown.keys()
 
 
 CONFIGS = {os.path.basename(p): p for p in sorted(glob.glob(os.path.join(ROOT, "config", "*.py")))}
@@ -113,7 +98,6 @@ def test_every_config_file_sets_what_train_py_has_and_opens_with_its_command(nam
         assert ours.items() <= (DEFAULTS | found).items()
 
 
-# ---------------------------------------------------------------------------------------------
 # every setting of train.py, in runs in this process
 
 
@@ -123,15 +107,14 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     os.makedirs(folder / "pictures")
     for i in range(40):
-        photograph(40, 32, seed=i).save(folder / "pictures" / f"{i:02}.png")
+        Image.effect_noise((40, 32), 50).convert("RGB").save(folder / "pictures" / f"{i:02}.png")
     os.symlink("pictures", folder / "linked")
     g = torch.Generator().manual_seed(0)
     x, y = torch.randint(256, (40, 3, 32, 32), generator=g).byte(), torch.zeros(40).byte()
-    scale = Scale(torch.full((3, 1, 1), 0.5), torch.full((3, 1, 1), 0.3))
     sets = {
         "glyphs": data.glyphs(n_train=40, n_val=16),
         "mnist": data.glyphs(n_train=40, n_val=16, seed=1),
-        "cifar10": data.ArrayDataset("cifar10", x[:30], y[:30], x[30:], y[30:], scale),
+        "cifar10": data.ArrayDataset("cifar10", x[:30], y[:30], x[30:], y[30:]),
         "lafan": motion_dataset(),
     }
     loaders = {name: lambda _, found=found: found for name, found in sets.items()}
@@ -226,33 +209,26 @@ def test_a_setting_leaves_the_model_as_it_is(key, result):
 @pytest.mark.parametrize("method", ("daps", "daps_na", "gumbel", "vqvae", "gaussian"))
 def test_methods_of_every_kind_take_a_step_on_every_data_set(method, dataset, n_tokens, result):
     options = f"dataset={dataset} method={method} n_tokens={n_tokens} max_steps=1 image_size=16 "
-    rows = [
-        json.loads(row) for row in result(f"{options} data_dir={{folder}}/pictures")[0].splitlines()
-    ]
-    assert [row["split"] for row in rows] == ["train", "val"]
-    assert all(rows[0][key] is not None for key in ("loss", "grad_norm", "reward"))
+    log, _ = result(f"{options} data_dir={{folder}}/pictures")
+    train, val = map(json.loads, log.splitlines())
+    assert train["split"] == "train" and val["split"] == "val"
+    assert all(train[key] is not None for key in ("loss", "grad_norm", "reward"))
 
 
-# ---------------------------------------------------------------------------------------------
 # what is refused, before anything is written
 
 NONSENSE = {
-    "datset=mnist": ("datset", "did you mean dataset"), "dataset=minst": ("minst", "glyphs, mnist"),
-    "method=dabs": ("dabs", "daps, daps_na"), "credit_window=2": ("credit_window", "odd"),
+    "dataset=minst": ("minst", "glyphs, mnist"), "method=dabs": ("dabs", "daps, daps_na"),
     "dataset=lafan": ("n_tokens is 4", "64"), "dataset=cifar10 n_tokens=12": ("n_tokens is 12",),
-    "image_size=4": ("image_size", "at least 8"), "method=fsq fsq_levels=4,x": ("fsq_levels",),
+    "credit_window=2": ("credit_window", "odd"), "image_size=4": ("image_size", "at least 8"),
     "method=fsq fsq_levels=4,5": ("fsq_levels", "vocab_size"), "device=cuba": ("device", "cuba"),
     "device=mps": ("device is 'mps', which cannot be used here", "only cpu and cuda"),
-    "seed=-1": ("seed", "at least 0"), "seed=4294967296": ("seed", "below 2**32"),
-    "lr=fast": ("lr", "float", "fast"), "n_tokens=0": ("n_tokens", "at least 1"),
-    "vocab_size=1": ("vocab_size", "at least 2"), "width=15": ("width", "multiple"),
-    "n_samples=1": ("n_samples", "at least 2"), "method=rloo n_samples=1": ("n_samples",),
+    "seed=-1": ("seed", "at least 0"), "vocab_size=1": ("vocab_size", "at least 2"),
+    "width=15": ("width", "multiple"), "n_samples=1": ("n_samples", "at least 2"),
     "ess_target=1.5": ("ess_target", "(0, 1]"), "eta_update=adam": ("eta_update", "solve"),
     "beta_final=0.0": ("beta_init", "zero"), "lr=0.0": ("lr", "positive"),
     "batch_size=5 accumulate=2": ("batch_size", "processes * accumulate = 2"),
-    "method=ppo accumulate=2": ("accumulate", "1 for ppo"), "lr_final=2.0": ("lr_final", "at most"),
     "method=ppo batch_size=1 n_samples=1": ("batch_size", "at least 2"),
-    "eval_interval=0": ("eval_interval", "at least 1"), "dtype=float16": ("dtype", "bfloat16"),
 }  # fmt: skip
 
 
@@ -278,15 +254,7 @@ def test_what_is_missing_is_named_in_one_line(small, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_own_images_are_counted(small, tmp_path):
-    output = run_here("train.py", *words(IMAGES, small), f"--out_dir={tmp_path / 'run'}").output
-    assert "38 examples for training, 2 for validation\n" in output
-
-
-# ---------------------------------------------------------------------------------------------
 # errors
-
-HOOK = "import sys; sys.path.insert(0, {root!r}); import configurator\n{code}"
 
 
 @pytest.mark.parametrize(
@@ -294,7 +262,6 @@ HOOK = "import sys; sys.path.insert(0, {root!r}); import configurator\n{code}"
     [
         ("raise configurator.UserError('mend this')", 2, "error (rank 3): mend this\n"),
         ("open('/nowhere')", 2, "error (rank 3): /nowhere: No such file or directory\n"),
-        ("raise OSError(28, 'No space left')", 2, "error (rank 3): No space left\n"),
         ("raise KeyboardInterrupt", 130, "error (rank 3): stopped\n"),
         ("raise RuntimeError('[gloo/pair.cc] closed')", 2, "another process of this run died"),
         ("raise RuntimeError('DataLoader worker (pid 7) is killed')", 2, "another process"),
@@ -302,6 +269,6 @@ HOOK = "import sys; sys.path.insert(0, {root!r}); import configurator\n{code}"
     ],
 )  # fmt: skip
 def test_an_error_that_is_no_bug_ends_a_program_with_one_line(code, status, text):
-    done = run("-c", HOOK.format(root=ROOT, code=code), RANK="3")
+    done = run("-c", f"import configurator\n{code}", RANK="3")
     assert done.returncode == status and text in done.stderr
     assert (done.stderr.count("\n") == 1) == (text != "Traceback")
