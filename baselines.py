@@ -231,7 +231,7 @@ class Quantised(Method):
         """Logits (N, B, V) of values worth trying: minus their squared distance from the encoder's
         vector, in units of the mean distance of the nearest one."""
         distance = torch.cdist(*self.vectors_and_table(x)).square()
-        return -distance / distance.amin(dim=-1).mean(dim=1).view(-1, 1, 1)
+        return -distance / distance.amin(dim=-1).mean(dim=1).clamp_min(1e-12).view(-1, 1, 1)
 
     def decode(self, z):
         return self.decoder(self.vectors(z))

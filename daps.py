@@ -63,6 +63,7 @@ class DAPS(nn.Module):
         encoder.vocab_size -> V, and for sample(): encoder.n_tokens -> B
         decoder.log_prob(x, z) -> (N, K) with gradient, for z (N, K, B): nats, summed over x
         decoder(z) -> a distribution over x, for decode() and sample()
+        encoder.mode(x) -> (N, B), encoder.proposals(x, z) -> logits (N, B, V), for a mode or search
 
     eta_update: "solve" it on every batch or, as the paper does, take a "gradient" step on
     (ESS ratio - target)^2 in log_eta (lr 1e-3, no weight decay). centred: see the loss.
@@ -186,6 +187,8 @@ class TokenEncoder(nn.Module):
 
     def logits(self, x):
         logits = self.net(x).float()
+        if logits.dim() != 3:
+            raise ValueError(f"net(x) is {(*logits.shape,)}, must be logits (N, B, V)")
         self.n_tokens, self.vocab_size = logits.shape[1:]
         return logits
 

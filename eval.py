@@ -13,6 +13,7 @@ Letters: N examples in a batch, K codes sampled per example, B tokens per code, 
 
 from configurator import UserError, configure  # isort: skip (first: it makes errors one line)
 
+import glob
 import json
 import math
 import os
@@ -248,7 +249,7 @@ def evaluate_runs(sources, fid_weights="", curves="", per_run=False, record="", 
     for source in sources:
         if source.endswith(".jsonl"):
             runs += read_record(source)
-        elif os.path.isfile(source) and not source.endswith(".pt"):
+        elif len(sources) > 1 and not glob.glob(os.path.join(glob.escape(source), "*.pt")):
             print(f"{source} is not a run: left out")  # python eval.py out/*
         else:
             runs.append(evaluate_run(source, inception=inception, **options))

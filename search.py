@@ -107,11 +107,17 @@ def search_codes(model, x, budget, noise=None):
     decoder, vectors = model.decoder, getattr(model, "vectors", lambda z: z)
     places = getattr(decoder, "places", None)
     proposals = getattr(model, "proposals", None) or model.encoder.proposals
-    score = decoder.regions if places else decoder.log_prob
+
+    def score(x, z):
+        if places:
+            return decoder.regions(x, vectors(z))
+        log_px = decoder.log_prob(x, vectors(z))
+        return log_px if log_px.dim() == 2 else log_px.sum(dim=2)  # per token, for credit
+
     z = model.encode(x, mode=True).unsqueeze(1)
     n_draws = 0 if places or not model.has_kl else min(15, budget // 16)
     if n_draws:  # with few tokens, another draw may be better as a whole
         options = {} if noise is None else {"noise": noise(0, (n_draws, z.size(2)))}
         z = torch.cat([z, model.encoder(x, n_draws, **options)[0]], dim=1)
     later = noise and (lambda i, shape: noise(i + 1, shape))
-    return search(x, z, lambda x, z: score(x, vectors(z)), proposals, budget, later, places)
+    return search(x, z, score, proposals, budget, later, places)

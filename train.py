@@ -76,7 +76,7 @@ weight_decay = 1e-4  # decoupled, on all weights
 accumulate = 1  # process each batch in this many parts, one after the other
 eval_examples = 0  # validation examples during training; 0: all
 seed = 0  # of parameters, batches and noise
-# may differ when a run is resumed: they change no result (max_steps stretches the schedules)
+# may differ when a run is resumed: no part of the method (max_steps stretches the schedules)
 max_steps = 250_000  # optimizer steps; all schedules end here
 data_dir = DATA_DIR  # has a folder per data set; for imagenet, may be a folder of image folders
 out_dir = ""  # checkpoints, log and pictures go here; empty: out/<dataset>_<method>

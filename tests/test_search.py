@@ -136,6 +136,10 @@ def test_a_users_own_networks_can_be_searched():
     found = model.decoder.log_prob(x, z.unsqueeze(1))  # (8, 1)
     assert (found >= model.decoder.log_prob(x, neighbours.flatten(1, 2)) - 1e-5).all()
     assert (found > model.decoder.log_prob(x, model.encode(x, mode=True).unsqueeze(1))).any()
+    model.decoder.log_prob = lambda x, z: (
+        Decoder.log_prob(model.decoder, x, z)[..., None] / torch.ones(3)
+    )
+    assert model.encode(x, search=20).shape == (8, 3)  # a decoder for credit per token
 
 
 def test_eval_adds_columns_and_a_picture_and_budget_0_changes_nothing(tmp_path):
