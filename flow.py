@@ -123,20 +123,20 @@ class Flow(nn.Module):
         return posterior(self.head(self.norm(self.blocks(h))), z_t, t)  # (N, B, V)
 
     @torch.no_grad()
-    def sample(self, labels, guidance=1.0, n_steps=40, generator=None, with_path=False):
-        """Codes (N, B) for labels (N,); with_path: z_t at all times, (n_steps + 1, N, B)."""
+    def sample(self, labels, guidance=1.0, n_steps=40, generator=None):
+        """Codes (N, B) for labels (N,)."""
         device, shape = self.positions.device, (len(labels), self.n_tokens)
         labels, none = labels.to(device), torch.full(shape[:1], self.n_labels, device=device)
-        path = [torch.randint(self.vocab_size, shape, generator=generator, device=device)]
+        z = torch.randint(self.vocab_size, shape, generator=generator, device=device)
         for k in range(n_steps):
-            z, t = path[-1], torch.full(shape[:1], k / n_steps, device=device)
+            t = torch.full(shape[:1], k / n_steps, device=device)
             log_p = self(z, t, none if guidance == 0 else labels)  # (N, B, V)
             if guidance not in (0, 1):
                 log_p = guided(log_p, self(z, t, none), guidance)
             p = step_probabilities(log_p, z, n_steps - k).flatten(0, 1)  # (N * B, V)
             u = torch.rand(len(p), 1, generator=generator, device=device)
-            path.append(draw(p, u).view(shape))
-        return torch.stack(path) if with_path else path[-1]
+            z = draw(p, u).view(shape)
+        return z
 
 
 def spread(u):

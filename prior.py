@@ -1,10 +1,10 @@
 """A prior over the codes of a trained run, by discrete flow matching, and samples from it.
 
-    python prior.py out/mnist_daps             train on the codes of a run; table, pictures
-    python prior.py out/mnist_daps --sample    table and pictures of a trained prior
-    python prior.py out/mnist_* --resume       train unfinished priors; one table of all
+    python prior.py out/mnist_daps                train on the codes of a run; table, picture
+    python prior.py out/mnist_daps --guidance=2   the prior is there: only table and picture
+    python prior.py out/mnist_*                   train unfinished priors; one table of all
     python prior.py out/mnist_daps --max_steps=250000 --batch_size=64 --lr=1e-4
-                                               the authors' budget, for a GPU
+                                                  the authors' budget, for a GPU
 
     model, prior = load("out/mnist_daps"), load_prior("out/mnist_daps")
     images = model.decode(prior.sample(torch.tensor([3, 1, 4]))).mean
@@ -18,14 +18,13 @@ import os
 import sys
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
 from configurator import UserError, configure, settings_block
 from data import cached, digest, on_device, train_indices, uniform_noise
 from eval import BATCH, load, load_data, validation_noise
-from flow import Flow, cross_entropy, draw, flow_bits, spread
+from flow import Flow, cross_entropy, flow_bits, spread
 from motion import FRAMES, film, joint_positions
 from plots import grid, images_per_row
 from report import print_aligned, save_picture
@@ -42,15 +41,11 @@ batch_size = 128  # N; the authors: 64
 lr = 2e-3  # peak rate of AdamW: warm-up, then a cosine down to 0; the authors: 1e-4, constant
 label_dropout = 0.1  # share of codes whose label is hidden: guidance also needs p(z)
 seed = 0  # of parameters, batches and noise
-# may differ when training is resumed (max_steps stretches the schedule)
+# may differ when a prior is continued (max_steps stretches the schedule)
 max_steps = 2000  # the authors: 250,000
 eval_interval = 500  # steps between validations, each of which saves prior.pt
-resume = False  # continue from prior.pt, if there is one
-sample = False  # do not train: table and pictures of the trained prior
 n_steps = 40  # Euler steps of sampling; the authors' dt is 1/40
 guidance = 1.0  # 0: ignore labels; 1: p(z | label); above: more typical of the label
-n_generated = 2000  # codes generated for the table
-classifier_steps = 1000  # training steps of the classifier that judges them; 0: no classifier
 data_dir = ""  # where the data sets are; empty: the run's data_dir
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
 n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
@@ -65,13 +60,14 @@ def digest_of_model(out_dir):
         return digest(file.read())
 
 
-def load_codes(out_dir, model, data, n_draws, search, seed):
+def load_codes(out_dir, model, data, n_draws=1, search=0, seed=0, n_workers=0):
     """Codes (n, B), int16 if they fit, and labels (n,), 0 if there are none: z_train, y_train,
     z_val, y_val. They are drawn once and kept in codes_*.pt. Each training example has n_draws
     codes, drawn in successive epochs; for image folders, each is of a different crop. With search,
     they are the best found in so many decodings."""
     n, shape = n_draws * data.n_train, (1, model.encoder.n_tokens)
     dtype = torch.int16 if model.encoder.vocab_size <= 2**15 else torch.int32
+    device = next(model.parameters()).device
 
     def batches():
         steps, numbers, index = range(-(-n // BATCH)), torch.arange(BATCH), data.val_index()
@@ -109,15 +105,14 @@ def load_prior(out_dir, device="cpu"):
 
 
 def train(out_dir, codes, size):
-    """Train a prior of this size to max_steps: prior.pt, and its curve in prior.jsonl."""
+    """Train a prior of this size to max_steps, from prior.pt if there is one; its curve is in
+    prior.jsonl."""
     path, step, codes_of = os.path.join(out_dir, "prior.pt"), 0, digest_of_model(out_dir)
     torch.manual_seed(seed)
     prior = Flow(**size).to(device)
     optimizer = torch.optim.AdamW(prior.parameters(), fused=True)
     if os.path.exists(path):
-        load_prior(out_dir)  # of the same best.pt?
-        saved, (_, may_differ) = load_checkpoint(path), settings_block(__file__)
-        check_same_run(path, settings, saved["config"], may_differ, saved["step"])
+        saved = load_checkpoint(path)
         restore(path, saved, model=prior, optimizer=optimizer)
         step = saved["step"]
 
@@ -162,147 +157,59 @@ def train(out_dir, codes, size):
     bar.close()
     stop.release()
     if stop.number:
-        print(f"stopped at step {step}; the same command with --resume continues from here")
+        print(f"stopped at step {step}; the same command continues from here")
         sys.exit(128 + stop.number)
 
 
 # ---------------------------------------------------------------------------------------------
-# table and pictures
-
-TABLE = (
-    ("steps of training", "step", "{:,}"),
-    ("bits per code: B log2 V", "bits", "{:g}"),
-    ("  independent positions", "bits_marginals", "{:.2f}"),
-    ("  flow, at most", "bits_flow", "{:.2f}"),
-    ("  independent positions, given the label", "bits_marginals_label", "{:.2f}"),
-    ("  flow, given the label, at most", "bits_flow_label", "{:.2f}"),
-    ("accuracy of a classifier: real images", "accuracy_real", "{:.1%}"),
-    ("  reconstructions", "accuracy_reconstructed", "{:.1%}"),
-    ("  independent positions, given the label", "accuracy_marginals", "{:.1%}"),
-    ("  flow, given the label", "accuracy_flow", "{:.1%}"),
-)
+# table and picture
 
 
-def independent_positions(codes, labels, n_labels, vocab_size, generator):
-    """A baseline, independent positions: bits per validation code by the marginals of training
-    codes and by those of each label, and codes (N, B) for labels (N,), drawn from the latter. For
-    bits, counts are smoothed, towards uniform and towards the marginals of all labels; the amount
-    is the best for the validation codes."""
-    weights = torch.tensor([1.0, 10.0, 100.0, 1000.0]).view(-1, 1, 1)
-    bits, tokens = torch.zeros(2, len(weights)), []
-    for z, z_val in zip(codes["z_train"].T.long(), codes["z_val"].T.long(), strict=True):
-        counts = torch.zeros(max(n_labels, 1), vocab_size)
-        counts.index_put_((codes["y_train"], z), torch.ones(len(z)), accumulate=True)
-        p = (counts.sum(dim=0) + weights / vocab_size) / (len(z) + weights)  # (4, 1, V)
-        p_given = (counts + weights * p) / (counts.sum(dim=1, keepdim=True) + weights)
-        bits[0] -= p[:, 0, z_val].log2().mean(dim=1)
-        bits[1] -= p_given[:, codes["y_val"], z_val].log2().mean(dim=1)
-        tokens.append(draw(counts[labels], torch.rand(len(labels), 1, generator=generator)))
-    return *bits.amin(dim=1).tolist(), torch.cat(tokens, dim=1)
-
-
-def load_classifier(data):
-    """A small convolutional classifier of the real images; trained once and cached."""
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(data.shape[0], 32, 3, stride=2, padding=1), nn.ReLU()]
-    layers += [nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(7)]
-    layers += [nn.Flatten(), nn.Linear(64 * 7 * 7, 256), nn.ReLU(), nn.Dropout(0.5)]
-    net = nn.Sequential(*layers, nn.Linear(256, data.n_labels)).to(device)
-
-    def fit():
-        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-        batches = data.train_batches(0, range(classifier_steps), 128, n_workers=n_workers)
-        bar = tqdm(batches, "classifier", classifier_steps, leave=False, disable=None)
-        for step, (x, y) in enumerate(bar):
-            optimizer.param_groups[0]["lr"] = 2e-3 * (1 - step / classifier_steps)
-            F.cross_entropy(net(on_device(x, device)), y.to(device)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return net.state_dict()
-
-    net.load_state_dict(cached(f"classifier_{data.key('train', 'val')}_{classifier_steps}.pt", fit))
-    return net.eval().requires_grad_(False)
-
-
-def generate(prior, labels, with_path=False):
-    """Codes for labels (N,), sampled by the settings, the same every time."""
-    options = (guidance, n_steps, torch.Generator(device).manual_seed(seed), with_path)
+def generate(prior, labels, guidance=1.0, n_steps=40, seed=0):
+    """Codes for labels (N,), in parts that fit in memory; the same for the same seed."""
+    generator = torch.Generator(prior.positions.device).manual_seed(seed)
     parts = labels.split(max(1, 2**22 // (prior.n_tokens * prior.vocab_size)))
-    return torch.cat([prior.sample(part, *options) for part in parts], dim=-2)
+    return torch.cat([prior.sample(part, guidance, n_steps, generator) for part in parts])
 
 
-def measure(prior, model, data, codes):
-    """The numbers of TABLE, for prior.json. The flow's bits are a bound for the chain in continuous
-    time; the samples that the classifier judges take n_steps."""
-    z_val, y_val, n_labels = codes["z_val"].long(), codes["y_val"], prior.n_labels
-    row = {"step": prior.config["step"], "bits": prior.n_tokens * math.log2(prior.vocab_size)}
-    generator, n = torch.Generator().manual_seed(0), 2**17 // prior.n_tokens
-    if prior.config["label_dropout"] or not n_labels:  # else it has not learned p(z)
-        none = torch.full_like(y_val, n_labels)
-        row["bits_flow"], row["bits_flow_error"] = flow_bits(prior, z_val, none, generator, n)
-    if n_labels:
-        row["bits_flow_label"], _ = flow_bits(prior, z_val, y_val, generator, n)
-    n = min(n_generated, len(y_val))
-    labels = y_val[torch.arange(n) * len(y_val) // n]  # as frequent as in the validation set
-    sizes = (n_labels, prior.vocab_size)
-    row["bits_marginals"], given, drawn = independent_positions(codes, labels, *sizes, generator)
-    if n_labels:
-        row["bits_marginals_label"] = given
-    if not (n_labels and classifier_steps):
-        return row
-    classifier, real = load_classifier(data), data.val_batches(data.val_index(), BATCH, n_workers)
-
-    def accuracy(images, y):
-        """The share of images that the classifier assigns their label y. Of binary data, decoded
-        images are made binary too: each pixel is 1 if its mean is above 1/2."""
-        images = (x.round() if data.shape[0] == 1 else x for x in images)
-        found = torch.cat([classifier(x).argmax(dim=1).cpu() for x in images])
-        return (found == y).double().mean().item()
-
-    def decoded(z):
-        return (model.decode(part.to(device)).mean for part in z.split(BATCH))
-
-    row["accuracy_real"] = accuracy((on_device(x, device) for x, _ in real), y_val)
-    row["accuracy_reconstructed"] = accuracy(decoded(z_val), y_val)
-    row["accuracy_marginals"] = accuracy(decoded(drawn), labels)
-    row["accuracy_flow"] = accuracy(decoded(generate(prior, labels)), labels)
-    return row
+def measure(prior, codes):
+    """Bits per validation code. Those of the flow are a bound for its chain in continuous time."""
+    z_val, y_val = codes["z_val"].long(), codes["y_val"]
+    bits, n = {"bits": prior.n_tokens * math.log2(prior.vocab_size)}, 2**17 // prior.n_tokens
+    generator = torch.Generator().manual_seed(0)
+    if prior.config["label_dropout"] or not prior.n_labels:  # else it has not learned p(z)
+        none = torch.full_like(y_val, prior.n_labels)
+        bits["bits_flow"], bits["bits_flow_error"] = flow_bits(prior, z_val, none, generator, n)
+    if prior.n_labels:
+        bits["bits_flow_label"], _ = flow_bits(prior, z_val, y_val, generator, n)
+    return bits
 
 
-def draw_pictures(prior, model, data, y_val):
-    """labels.png: for each label a real image and generated ones; without labels, generated ones.
-    steps.png: z_t decoded from t = 0 to t = 1, a row per code."""
-    is_motion, n_labels = data.name == "lafan", prior.n_labels
-    n, columns = (1, 1) if is_motion else (10, images_per_row(data.shape[2]))
+def draw_samples(prior, model, data, y_val):
+    """For each label a real image and generated ones; without labels, generated ones."""
 
-    def decode(z):
-        return model.decode(z.to(device)).mean.cpu()
+    def decode(labels):
+        return model.decode(generate(prior, labels, guidance, n_steps, seed)).mean.cpu()
 
-    def page(x, columns):
-        if not is_motion:
-            return grid(x, columns)
-        rows = [(str(i + 1), joint_positions(frames)) for i, frames in enumerate(x)]
-        return film(rows, range(0, FRAMES, 4))
-
-    path = generate(prior, torch.arange(n) * n_labels // n, with_path=True)  # (n_steps + 1, n, B)
-    path = path[torch.linspace(0, n_steps, 11).round().long()].transpose(0, 1)
-    pictures = {"steps.png": page(decode(path.flatten(0, 1)), 11)}
-    if not n_labels:
-        samples = decode(generate(prior, torch.zeros(6 * columns).long()))
-        return pictures | {"labels.png": page(samples, columns)}
+    if data.name == "lafan":
+        rows = enumerate(decode(torch.zeros(6).long()))
+        return film([(f"{i + 1}", joint_positions(x)) for i, x in rows], range(0, FRAMES, 4))
+    columns = images_per_row(data.shape[2])
+    if not prior.n_labels:
+        return grid(decode(torch.zeros(6 * columns).long()), columns)
     labels = y_val.unique()[:63]
     first = torch.stack([(y_val == label).nonzero()[0, 0] for label in labels])
-    side_by_side, columns = (3, min(columns, 8)) if n_labels > 20 else (1, columns)
-    samples = decode(generate(prior, labels.repeat_interleave(columns)))
+    side_by_side, columns = (3, min(columns, 8)) if prior.n_labels > 20 else (1, columns)
+    samples = decode(labels.repeat_interleave(columns)).unflatten(0, (-1, columns))
     real = on_device(data.read("val", first)[0], "cpu").unsqueeze(1)  # (labels, 1, *shape)
-    gap, samples = torch.ones_like(real), samples.unflatten(0, (-1, columns))
+    gap = torch.ones_like(real)
     rows = torch.cat([real, gap, samples, gap], dim=1).flatten(0, 1)
-    return pictures | {"labels.png": page(rows, side_by_side * (columns + 3))}
+    return grid(rows, side_by_side * (columns + 3))
 
 
 if __name__ == "__main__":
     settings, out_dirs = configure(globals(), sys.argv[1:])
-    may_be_zero = ("label_dropout", "search", "seed", "guidance", "classifier_steps", "n_workers")
+    may_be_zero = ("label_dropout", "search", "seed", "guidance", "n_workers")
     for key, value in settings.items():
         if type(value) in (int, float) and not (value > 0 or value == 0 and key in may_be_zero):
             raise UserError(f"{key} is {value}, must be positive")
@@ -310,31 +217,31 @@ if __name__ == "__main__":
         raise UserError("width must be a multiple of 4, label_dropout below 1, seed below 2**32")
     if not out_dirs:
         raise UserError("name at least one run: python prior.py out/glyphs_daps")
-    for path in (os.path.join(out_dir, "prior.pt") for out_dir in out_dirs):
-        if os.path.exists(path) and not (resume or sample):
-            advice = "--sample makes its table and pictures, --resume continues its training"
-            raise UserError(f"{path}: there is a prior already; {advice}; or delete this file")
-    device, lines = setup_device(device), [["", *(title for title, *_ in TABLE)]]
+    device, (_, may_differ) = setup_device(device), settings_block(__file__)
+    lines = [["run", "steps", "B log2 V", "flow, at most", "given the label, at most"]]
     for out_dir in out_dirs:
         model = load(out_dir, device=device)
         if not model.discrete:
             raise UserError(f"{out_dir}: the code of a Gaussian VAE is not discrete")
-        data, n_tokens = load_data(model, data_dir), model.encoder.n_tokens
-        config = load_prior(out_dir).config if sample else settings
-        if guidance != 1 and data.n_labels and not config["label_dropout"]:
+        data, path = load_data(model, data_dir), os.path.join(out_dir, "prior.pt")
+        if os.path.exists(path):
+            config = load_prior(out_dir).config
+            check_same_run(path, settings, config, may_differ, step=0)
+        if guidance != 1 and data.n_labels and not label_dropout:
             raise UserError(f"guidance is {guidance}, must be 1: label_dropout = 0 learns no p(z)")
-        draws = (config["n_draws"], config["search"], config["seed"])
-        codes = load_codes(out_dir, model, data, *draws)
-        size = dict(n_tokens=n_tokens, vocab_size=model.encoder.vocab_size, n_labels=data.n_labels)
-        if not sample:
-            train(out_dir, codes, size | dict(width=width, n_layers=n_layers))
+        codes = load_codes(out_dir, model, data, n_draws, search, seed, n_workers)
+        size = dict(n_tokens=model.encoder.n_tokens, vocab_size=model.encoder.vocab_size)
+        size |= dict(n_labels=data.n_labels, width=width, n_layers=n_layers)
+        train(out_dir, codes, size)
         prior = load_prior(out_dir, device)
-        row = {"run": os.path.normpath(out_dir), "method": model.config["method"]}
-        row |= {"guidance": guidance} | measure(prior, model, data, codes)
+        row = {"run": os.path.normpath(out_dir), "step": prior.config["step"]}
+        row |= measure(prior, codes)
         write(os.path.join(out_dir, "prior.json"), json.dumps(row, indent=2) + "\n")
-        for name, picture in draw_pictures(prior, model, data, codes["y_val"]).items():
-            save_picture(os.path.join(out_dir, name), picture)
-        cells = (form.format(row[key]) if key in row else "-" for _, key, form in TABLE)
-        lines.append([row["run"], *cells])
-    print_aligned(list(zip(*lines, strict=True)), n_left=1)
-    print("pictures in each folder: labels.png, steps.png")
+        picture = draw_samples(prior, model, data, codes["y_val"])
+        save_picture(os.path.join(out_dir, "labels.png"), picture)
+        bits = (row.get(key) for key in ("bits", "bits_flow", "bits_flow_label"))
+        cells = ("-" if value is None else f"{value:.2f}" for value in bits)
+        lines.append([row["run"], f"{row['step']:,}", *cells])
+    print("bits per code:")
+    print_aligned(lines, n_left=1)
+    print("samples in each folder: labels.png")

@@ -66,9 +66,9 @@ def check_same_run(path, now, then, may_differ, step):
     for key, new in now.items():
         old = then.get(key, "none")
         if key not in may_differ and old != new:
-            raise UserError(f"resume: {key} is {new!r}, but {path} has {old!r}; it must not change")
+            raise UserError(f"{key} is {new!r}, but {path} has {old!r}; it must not change")
     if step > now["max_steps"]:
-        raise UserError(f"resume: {path} is at step {step}, past max_steps = {now['max_steps']}")
+        raise UserError(f"{path} is at step {step}, past max_steps = {now['max_steps']}")
 
 
 def read_log(path):

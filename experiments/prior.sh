@@ -4,6 +4,7 @@ cd "$(dirname "$0")/.."
 . experiments/run.bash
 
 runs=$(echo out/mnist/{daps_na_ours_decay_1e-4,fsq_decay_1e-4,vqvae}_s0)
+python prior.py $runs --max_steps=6000 --guidance=2
 for guidance in 1 2; do
-  python prior.py $runs --max_steps=6000 --guidance=$guidance --resume=True
+  python experiments/generation.py $runs --guidance=$guidance
 done

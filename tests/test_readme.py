@@ -81,7 +81,7 @@ def shrunk(words):
     if script == "train.py":
         here += [*TINY, "--max_steps=2", "--eval_interval=2", "--n_layers=1", "--batch_size=4"]
     elif script == "prior.py":
-        here += ["--max_steps=2", "--n_generated=10", "--n_steps=2", "--classifier_steps=0"]
+        here += ["--max_steps=2", "--n_steps=2"]
     return [*here, "--n_workers=0", *([] if "--data_dir" in line else ["--data_dir=data"])]
 
 

@@ -86,9 +86,9 @@ def test_a_run_continues_only_as_itself():
     """The first difference in the order of the settings is named: the data set, not its sizes."""
     now = {"dataset": "mnist", "aligned": True, "out_dir": "b", "max_steps": 9}
     check_same_run("b", now, now | {"out_dir": "a", "old": 1}, {"out_dir"}, 9)
-    with pytest.raises(UserError, match="^resume: dataset is 'mnist', but b has 'glyphs'; it must"):
+    with pytest.raises(UserError, match="^dataset is 'mnist', but b has 'glyphs'; it must"):
         check_same_run("b", now, now | {"aligned": False, "dataset": "glyphs"}, {"out_dir"}, 9)
-    with pytest.raises(UserError, match="^resume: aligned is True, but b has 'none'"):
+    with pytest.raises(UserError, match="^aligned is True, but b has 'none'"):
         check_same_run("b", now, {"dataset": "mnist"}, {"out_dir"}, 9)
     with pytest.raises(UserError, match="b is at step 10, past max_steps = 9"):
         check_same_run("b", now, now, set(), 10)
