@@ -132,9 +132,7 @@ class DAPS(nn.Module):
             found = f"z is {(*z.shape,)}, log_q {(*log_q.shape,)}"
             raise ValueError(f"{found}; must be (N, K, B) and (N, K), with (N, K) = {NK}")
         if log_q.dim() == 3 and not hasattr(self.decoder, "credit"):
-            raise ValueError(
-                "log_q is per token: sum it over tokens, or add decoder.credit(log_px)"
-            )
+            raise ValueError("log_q is per token: sum over tokens, or add decoder.credit(log_px)")
         if torch.is_grad_enabled() and not log_q.requires_grad:
             raise ValueError("log_q has no gradient: compute it outside torch.no_grad()")
         if not (isinstance(beta, torch.Tensor) or beta >= 0):
@@ -234,12 +232,8 @@ def demo(n_steps=1000):
     net = nn.Sequential(nn.Linear(D, 64), nn.ReLU(), nn.Linear(64, B * V), nn.Unflatten(1, (B, V)))
     model = DAPS(TokenEncoder(net), Decoder(), n_samples=8, ess_target=0.5)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    print(
-        "While the K codes of a pattern differ in reward, eta holds the effective sample size (ESS)"
-    )
-    print(
-        "at its target, half of K. Once the encoder is sure, they are alike: ESS nears 1, eta 0.\n"
-    )
+    print("While the K codes of a pattern differ in reward, eta holds the effective sample size")
+    print("(ESS) at its target, half of K. Once the encoder is sure, ESS nears 1 and eta 0.\n")
     print("  step    beta     eta    ESS   beta-ELBO   best q for this decoder   upper bound")
     for step in range(n_steps + 1):
         beta = 0.1 * 0.1 ** (step / n_steps)  # from 0.1 to 0.01: explore first

@@ -45,7 +45,6 @@ def load(out_dir, checkpoint="best", device="cpu"):
     except KeyError as error:
         raise UserError(f"{path} was written by a version without the setting {error}") from None
     restore(path, saved, model=model)
-    model.x_shape = tuple(saved["x_shape"])
     model.config = saved["config"] | {key: saved[key] for key in ("step", "seconds")}
     return model.to(device).eval().requires_grad_(False)
 
@@ -54,11 +53,7 @@ def load_data(model, data_dir=""):
     """The data set that a model was trained on."""
     config = model.config
     data_dir = data_dir or config["data_dir"] or DATA_DIR
-    data = load_dataset(config["dataset"], data_dir, config["image_size"])
-    if model.x_shape != tuple(data.shape):
-        found = f"those of {data.name} in {data_dir} are {tuple(data.shape)}"
-        raise UserError(f"the run was trained on examples of shape {model.x_shape}, {found}")
-    return data
+    return load_dataset(config["dataset"], data_dir, config["image_size"])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -214,8 +209,7 @@ def evaluate_run(
     beta, index = config["beta_final"], data.val_index()
     metrics, counts = evaluate(model, data, beta, index, device, n_workers=n_workers)
     if data.shape[0] == 3:  # in colour
-        ready = inception is not None
-        metrics["fid"] = fid_score(model, data, inception, device, n_workers) if ready else None
+        metrics["fid"] = inception and fid_score(model, data, inception, device, n_workers)
     search = search if model.discrete else 0
     if search:
         started = time.perf_counter()
@@ -241,10 +235,7 @@ def evaluate_run(
 def evaluate_runs(sources, fid_weights="", curves="", per_run=False, record="", **options):
     """Evaluate runs, or read them from records (*.jsonl), and report on all. options: for
     evaluate_run."""
-    try:
-        inception = fid.load_inception(fid_weights, options["device"]) if fid_weights else None
-    except ValueError as error:
-        raise UserError(error) from None
+    inception = fid.load_inception(fid_weights, options["device"]) if fid_weights else None
     runs = []
     for source in sources:
         if source.endswith(".jsonl"):

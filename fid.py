@@ -123,45 +123,26 @@ class Inception(nn.Module):
 
 
 def load_inception(path, device):
-    """The network with its published weights; ValueError if path is any other file."""
-    try:
-        with open(os.path.expanduser(path), "rb") as file:
-            if hashlib.sha256(file.read()).hexdigest() != FID_SHA256:
-                raise ValueError(f"fid_weights {path}: not the published file; get {FID_URL}")
-            file.seek(0)
-            weights = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ValueError(f"fid_weights {path}: {error.strerror}; get {FID_URL}") from None
+    """The network with its published weights; OSError if path is any other file."""
     inception = Inception()
-    inception.load_state_dict(weights)
+    with open(os.path.expanduser(path), "rb") as file:
+        if hashlib.sha256(file.read()).hexdigest() != FID_SHA256:
+            raise OSError(0, f"not the published file; get {FID_URL}", path)
+        file.seek(0)
+        inception.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     return inception.to(device).eval().requires_grad_(False)
-
-
-class Moments:
-    """Mean and covariance of features (N, D) that come in batches, in float64 on the CPU."""
-
-    def __init__(self):
-        self.n, self.sum, self.outer = 0, 0.0, 0.0
-
-    def add(self, features):
-        f = features.double().cpu()
-        self.n += len(f)
-        self.sum = self.sum + f.sum(dim=0)  # (D,)
-        self.outer = self.outer + f.T @ f  # (D, D)
-
-    def result(self):
-        """The mean (D,) and the unbiased covariance (D, D)."""
-        mean = self.sum / self.n
-        return mean, (self.outer - self.n * torch.outer(mean, mean)) / max(self.n - 1, 1)
 
 
 @torch.no_grad()
 def image_moments(inception, batches):
-    """Mean and covariance of the features of images in [0, 1], rounded to 8 bits as in a file."""
-    moments = Moments()
+    """Mean (D,) and unbiased covariance (D, D) of the features of images in [0, 1], rounded to 8
+    bits as in a file: float64 on the CPU."""
+    n, total, outer = 0, 0.0, 0.0
     for images in batches:
-        moments.add(inception((images.clamp(0, 1) * 255).round() / 255))
-    return moments.result()
+        f = inception((images.clamp(0, 1) * 255).round() / 255).double().cpu()  # (N, D)
+        n, total, outer = n + len(f), total + f.sum(dim=0), outer + f.T @ f
+    mean = total / n
+    return mean, (outer - n * torch.outer(mean, mean)) / max(n - 1, 1)
 
 
 def frechet_distance(mean_a, cov_a, mean_b, cov_b):

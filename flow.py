@@ -11,8 +11,6 @@ This file needs only torch: copy it into your project.
 Letters: N codes in a batch, B tokens per code, V values per token, H width.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -31,7 +29,7 @@ def posterior(logits, z_t, t):
     By Bayes' rule, p(z_1^i | z_t) is proportional to p(z_1^i | z_t without i) p(z_t^i | z_1^i). The
     second factor is known: it favours z_1^i = z_t^i by 1 + V t / (1 - t) over other values. With it
     added here (ours, not the authors'), the network need not learn for every t how far to trust the
-    token it sees, and the bound below stays finite as t -> 1.
+    token it sees, and its likelihood (experiments/generation.py) is bounded as t -> 1.
     """
     trust = torch.log1p(logits.size(-1) * t / (1 - t)).to(logits.dtype)  # (N,)
     trust = trust.view(-1, 1, 1).expand(*z_t.shape, 1)
@@ -58,38 +56,6 @@ def step_probabilities(log_p, z_t, steps_left):
     """
     stay = F.one_hot(z_t, log_p.size(-1)).to(log_p.dtype)
     return stay + (log_p.exp() - stay) / steps_left
-
-
-def bound_rate(log_p, z_1, z_t, t):
-    """The integrand over t of a bound on -log p(z_1), in nats per unit of time: (N,) float64.
-
-    Run backwards, the noise is a Markov chain too: from t to t - dt, a token is redrawn uniformly
-    with probability dt / t. In its reversal, token i goes from x to y != x at the rate
-
-        r(y) = sum_v p(z_1^i = v | z_t) p(y | v) / p(x | v) / (t V),
-
-    where p(y | v) is that of the path above. Given z_1, the rate is r(y | z_1), with only v = z_1^i
-    in the sum. The KL divergence of the paths given z_1, which end there, from the model's paths
-    bounds -log p(z_1). It is the integral over t of the mean, over z_t ~ p(z_t | z_1), of
-
-        sum_i sum_{y != x} r(y | z_1) log(r(y | z_1) / r(y)) - r(y | z_1) + r(y)
-
-    and equals -log p(z_1) for exact posteriors. It bounds what this chain generates in continuous
-    time, not what sample() does in 40 Euler steps. With exact posteriors, this chain has the
-    marginals of the one that sample() follows, but more jumps. The bound for the latter (Shaul et
-    al. 2024) is looser, for uniform codes by almost 1 nat per token: given z_1, its paths show
-    which tokens have arrived; z_t does not.
-    """
-    V, t = log_p.size(-1), t.double().view(-1, 1, 1)
-    equal, other = t + (1 - t) / V, (1 - t) / V  # p(x | v) for x = v and for x != v
-    x = z_t.unsqueeze(-1)
-
-    def rates(p):  # times t V
-        return 1 + p.gather(-1, x) * (other / equal - 1) + p * (equal / other - 1)  # (N, B, V)
-
-    r, r_given = rates(log_p.double().exp()), rates(F.one_hot(z_1, V).double())
-    terms = r_given * (r_given / r).log() - r_given + r
-    return terms.scatter(-1, x, 0.0).sum(dim=(1, 2)) / (t * V).flatten()
 
 
 def draw(p, u):
@@ -149,25 +115,3 @@ def cross_entropy(flow, z_1, t, labels, u):
     """Training loss in nats per token: a scalar with gradient. u (N, 2B) decides z_t."""
     log_p = flow(noisy(z_1, t, u, flow.vocab_size), t, labels)
     return F.nll_loss(log_p.flatten(0, 1), z_1.flatten())
-
-
-@torch.no_grad()
-def flow_bits(flow, z, labels, generator, n):
-    """The bound of bound_rate, on the code length of the continuous-time chain, in bits per code:
-    mean over codes z given labels, from n draws of z_t, and its standard error.
-
-    Integrated over u with t = 1 - u^2, dt = 2 u du: with t uniform, rare jumps at rate 1 / (1 - t)
-    would make the variance infinite.
-    """
-    rows = torch.cat([torch.randperm(len(z), generator=generator) for _ in range(0, n, len(z))])[:n]
-    u = spread(torch.rand(n, generator=generator, dtype=torch.float64)).clamp_min(1e-4)
-    bits = []
-    for part in torch.arange(n).split(max(1, 2**21 // (flow.n_tokens * flow.vocab_size))):
-        noise = torch.rand(len(part), 2 * flow.n_tokens, generator=generator)
-        values = (z[rows[part]], 1 - u[part].square(), noise, labels[rows[part]])
-        z_1, t, noise, y = (value.to(flow.positions.device) for value in values)
-        z_t = noisy(z_1, t, noise, flow.vocab_size)
-        rate = bound_rate(flow(z_t, t, y), z_1, z_t, t)
-        bits.append(rate.cpu() * 2 * u[part] / math.log(2))
-    bits = torch.cat(bits)
-    return bits.mean().item(), (bits.std() / n**0.5).item()

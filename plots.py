@@ -23,7 +23,7 @@ PANELS = (  # title, split and key in the log, how the axis is drawn
     ("validation beta-ELBO", "val", "beta_elbo", {}),
     ("validation PSNR (dB)", "val", "psnr", {}),
     ("validation KL (nats)", "val", "kl", {}),
-    ("log p(x|z): training - validation", "val", "gap", {}),
+    ("training log p(x|z)", "train", "reward", {}),
     ("validation perplexity of a token", "val", "perplexity", {}),
     ("ESS / K", "train", "ess", {"y_range": (0, 1)}),
     ("eta (log scale)", "train", "eta", {"log_scale": True}),
@@ -80,19 +80,6 @@ def draw_codes(counts, columns=4, cell=8):
             colour = tuple(round(255 + (c - 255) * math.sqrt(share)) for c in COLOURS[0])
             pen.rectangle((x, y, x + cell - 1, y + cell - 1), fill=colour, outline=GRID)
     return stack({f"the first 16 of {n_tokens} tokens": page}) if n_tokens > 16 else page
-
-
-def with_gap(log, n=20):
-    """A log with one more key in its validation rows: by how much log p(x|z) was higher in the last
-    n training rows before them, unless they have it already. A growing gap is overfitting."""
-    rewards, rows = [], []
-    for row in log:
-        if row["split"] == "train" and row.get("reward") is not None:
-            rewards.append(row["reward"])
-        elif rewards and row.get("log_px") is not None:
-            row = {"gap": float(np.mean(rewards[-n:])) - row["log_px"]} | row
-        rows.append(row)
-    return rows
 
 
 def mean_curve(logs, split, key, log_scale=False):
@@ -166,14 +153,13 @@ def draw_curves(groups, margin=66):
     PANELS in two rows above a legend. Several logs, of different seeds, are drawn as their mean and
     a band of one standard deviation."""
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(groups))]
-    runs = [[with_gap(log) for log in logs] for logs in groups.values()]
     panels = []
     for title, split, key, axis in PANELS:
-        curves = [mean_curve(logs, split, key, "log_scale" in axis) for logs in runs]
+        curves = [mean_curve(logs, split, key, "log_scale" in axis) for logs in groups.values()]
         shown = [pair for pair in zip(colours, curves, strict=True) if pair[1]]
         panels.append(draw_plot(title, shown, **axis))
 
-    several = any(len(logs) > 1 for logs in runs)
+    several = any(len(logs) > 1 for logs in groups.values())
     note = "line: mean over seeds; band: one standard deviation" if several else ""
     width, column = 4 * PANEL_SIZE[0], 60 + max(font(13).getlength(label) for label in groups)
     columns = max(1, int((width - 2 * margin) // column))

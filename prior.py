@@ -1,18 +1,18 @@
 """A prior over the codes of a trained run, by discrete flow matching, and samples from it.
 
-    python prior.py out/mnist_daps                train on the codes of a run; table, picture
-    python prior.py out/mnist_daps --guidance=2   the prior is there: only table and picture
-    python prior.py out/mnist_*                   train unfinished priors; one table of all
+    python prior.py out/mnist_daps                train on the codes of a run, draw samples
+    python prior.py out/mnist_daps --guidance=2   the prior is there: only draw samples
     python prior.py out/mnist_daps --max_steps=250000 --batch_size=64 --lr=1e-4
                                                   the authors' budget, for a GPU
 
     model, prior = load("out/mnist_daps"), load_prior("out/mnist_daps")
     images = model.decode(prior.sample(torch.tensor([3, 1, 4]))).mean
 
+experiments/generation.py measures what a prior is worth.
+
 Letters: N codes in a batch, B tokens per code, V values per token, H width.
 """
 
-import json
 import math
 import os
 import sys
@@ -24,18 +24,17 @@ from tqdm import tqdm
 from configurator import UserError, configure, settings_block
 from data import cached, digest, on_device, train_indices, uniform_noise
 from eval import BATCH, load, load_data, validation_noise
-from flow import Flow, cross_entropy, flow_bits, spread
+from flow import Flow, cross_entropy, spread
 from motion import FRAMES, film, joint_positions
 from plots import grid, images_per_row
-from report import print_aligned, save_picture
-from run import Log, StopSignal, check_same_run, load_checkpoint, restore, save, setup_device, write
+from report import save_picture
+from run import Log, StopSignal, check_same_run, load_checkpoint, restore, save, setup_device
 
 # ---------------------------------------------------------------------------------------------
 # Settings. Config files and --key=value override them; --help lists them.
 
 n_layers = 2  # transformer blocks; the authors' number, as is that of width
 width = 128  # H
-n_draws = 1  # codes drawn per training example; VQ-VAE and FSQ always give the same one
 search = 0  # learn the best codes found in so many decodings each; 0: drawn ones
 batch_size = 128  # N; the authors: 64
 lr = 2e-3  # peak rate of AdamW: warm-up, then a cosine down to 0; the authors: 1e-4, constant
@@ -60,12 +59,11 @@ def digest_of_model(out_dir):
         return digest(file.read())
 
 
-def load_codes(out_dir, model, data, n_draws=1, search=0, seed=0, n_workers=0):
+def load_codes(out_dir, model, data, search=0, seed=0, n_workers=0):
     """Codes (n, B), int16 if they fit, and labels (n,), 0 if there are none: z_train, y_train,
-    z_val, y_val. They are drawn once and kept in codes_*.pt. Each training example has n_draws
-    codes, drawn in successive epochs; for image folders, each is of a different crop. With search,
-    they are the best found in so many decodings."""
-    n, shape = n_draws * data.n_train, (1, model.encoder.n_tokens)
+    z_val, y_val. They are drawn once, for image folders of one random crop each, and kept in
+    codes_*.pt. With search, they are the best found in so many decodings."""
+    n, shape = data.n_train, (1, model.encoder.n_tokens)
     dtype = torch.int16 if model.encoder.vocab_size <= 2**15 else torch.int32
     device = next(model.parameters()).device
 
@@ -88,7 +86,7 @@ def load_codes(out_dir, model, data, n_draws=1, search=0, seed=0, n_workers=0):
         codes = {key: torch.cat(parts) for key, parts in codes.items()}
         return codes | {key: codes[key][:n] for key in ("z_train", "y_train")}
 
-    key = f"{digest_of_model(out_dir)}_{data.key('train', 'val')}_{n_draws}_{search}_{seed}"
+    key = f"{digest_of_model(out_dir)}_{data.key('train', 'val')}_{search}_{seed}"
     return cached(os.path.abspath(os.path.join(out_dir, f"codes_{key}.pt")), encode)
 
 
@@ -162,7 +160,7 @@ def train(out_dir, codes, size):
 
 
 # ---------------------------------------------------------------------------------------------
-# table and picture
+# samples
 
 
 def generate(prior, labels, guidance=1.0, n_steps=40, seed=0):
@@ -170,19 +168,6 @@ def generate(prior, labels, guidance=1.0, n_steps=40, seed=0):
     generator = torch.Generator(prior.positions.device).manual_seed(seed)
     parts = labels.split(max(1, 2**22 // (prior.n_tokens * prior.vocab_size)))
     return torch.cat([prior.sample(part, guidance, n_steps, generator) for part in parts])
-
-
-def measure(prior, codes):
-    """Bits per validation code. Those of the flow are a bound for its chain in continuous time."""
-    z_val, y_val = codes["z_val"].long(), codes["y_val"]
-    bits, n = {"bits": prior.n_tokens * math.log2(prior.vocab_size)}, 2**17 // prior.n_tokens
-    generator = torch.Generator().manual_seed(0)
-    if prior.config["label_dropout"] or not prior.n_labels:  # else it has not learned p(z)
-        none = torch.full_like(y_val, prior.n_labels)
-        bits["bits_flow"], bits["bits_flow_error"] = flow_bits(prior, z_val, none, generator, n)
-    if prior.n_labels:
-        bits["bits_flow_label"], _ = flow_bits(prior, z_val, y_val, generator, n)
-    return bits
 
 
 def draw_samples(prior, model, data, y_val):
@@ -218,30 +203,19 @@ if __name__ == "__main__":
     if not out_dirs:
         raise UserError("name at least one run: python prior.py out/glyphs_daps")
     device, (_, may_differ) = setup_device(device), settings_block(__file__)
-    lines = [["run", "steps", "B log2 V", "flow, at most", "given the label, at most"]]
     for out_dir in out_dirs:
         model = load(out_dir, device=device)
         if not model.discrete:
             raise UserError(f"{out_dir}: the code of a Gaussian VAE is not discrete")
         data, path = load_data(model, data_dir), os.path.join(out_dir, "prior.pt")
         if os.path.exists(path):
-            config = load_prior(out_dir).config
-            check_same_run(path, settings, config, may_differ, step=0)
+            check_same_run(path, settings, load_prior(out_dir).config, may_differ, step=0)
         if guidance != 1 and data.n_labels and not label_dropout:
             raise UserError(f"guidance is {guidance}, must be 1: label_dropout = 0 learns no p(z)")
-        codes = load_codes(out_dir, model, data, n_draws, search, seed, n_workers)
+        codes = load_codes(out_dir, model, data, search, seed, n_workers)
         size = dict(n_tokens=model.encoder.n_tokens, vocab_size=model.encoder.vocab_size)
         size |= dict(n_labels=data.n_labels, width=width, n_layers=n_layers)
         train(out_dir, codes, size)
-        prior = load_prior(out_dir, device)
-        row = {"run": os.path.normpath(out_dir), "step": prior.config["step"]}
-        row |= measure(prior, codes)
-        write(os.path.join(out_dir, "prior.json"), json.dumps(row, indent=2) + "\n")
-        picture = draw_samples(prior, model, data, codes["y_val"])
-        save_picture(os.path.join(out_dir, "labels.png"), picture)
-        bits = (row.get(key) for key in ("bits", "bits_flow", "bits_flow_label"))
-        cells = ("-" if value is None else f"{value:.2f}" for value in bits)
-        lines.append([row["run"], f"{row['step']:,}", *cells])
-    print("bits per code:")
-    print_aligned(lines, n_left=1)
-    print("samples in each folder: labels.png")
+        page = draw_samples(load_prior(out_dir, device), model, data, codes["y_val"])
+        save_picture(os.path.join(out_dir, "labels.png"), page)
+        print(f"samples: {os.path.join(out_dir, 'labels.png')}")

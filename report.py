@@ -14,7 +14,7 @@ from collections import Counter
 from PIL import Image
 
 from configurator import UserError, settings_block
-from plots import draw_curves, stack, with_gap
+from plots import draw_curves, stack
 from run import load_checkpoint, read_log, save, write
 
 NO_PATHS = {"data_dir": "", "out_dir": ""}  # those of this machine mean nothing elsewhere
@@ -129,8 +129,8 @@ def print_aligned(lines, n_left):
 
 def thinned(log, n_train=40):
     """The rows of a log that curves need: all of validation, and up to n_train of training."""
-    rows, stride = enumerate(with_gap(log)), len(log) // n_train + 1
-    return [row for i, row in rows if row["split"] == "val" or i % stride == 0]
+    stride = len(log) // n_train + 1
+    return [row for i, row in enumerate(log) if row["split"] == "val" or i % stride == 0]
 
 
 def write_lines(path, rows):
@@ -139,14 +139,11 @@ def write_lines(path, rows):
 
 def read_record(path):
     """The runs in a file written with --record."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            runs = [{key: run[key] for key in RECORDED} for run in map(json.loads, file)]
-    except (ValueError, KeyError, TypeError):
-        runs = []
-    if not runs:
-        raise UserError(f"{path} is not a record of runs, as --record=FILE writes it")
-    return runs
+    with open(path, encoding="utf-8") as file:
+        try:
+            return [{key: run[key] for key in RECORDED} for run in map(json.loads, file)]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path} is not a record, as --record=FILE writes it") from None
 
 
 def save_picture(path, content):

@@ -40,10 +40,8 @@ def load_checkpoint(path, needs=("config", "model", "step")):
     """The content of a checkpoint, on the CPU; it must have all keys in `needs`."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
-    except NotADirectoryError:
-        raise UserError(f"{os.path.dirname(path)} is a file; name the folder of the run") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path} does not exist; name the folder of a run") from None
     except Exception as error:  # torch does not document what damaged files raise
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
     if not isinstance(saved, dict) or not set(needs) <= saved.keys():

@@ -114,10 +114,8 @@ for key, value in settings.items():
 for key in ("lr", "encoder_lr", "tau_final"):
     must(key, settings[key] > 0, "positive")
 must("vocab_size", vocab_size >= 2, "at least 2")
-must("image_size", image_size >= 8, "at least 8")
 must("seed", seed < 2**32, "below 2**32")
 must("dtype", dtype in ("", "float32", "bfloat16"), "float32 or bfloat16")
-must("eta_update", eta_update in ("solve", "gradient"), "solve or gradient")
 must("method", method in METHODS, f"one of: {', '.join(METHODS)}")
 must("dataset", dataset in DATASETS, f"one of: {', '.join(DATASETS)}")
 must("beta_init", (beta_init > 0) == (beta_final > 0), "positive if beta_final is, else zero")

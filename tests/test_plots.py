@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from plots import COLOURS, PANELS, draw_codes, draw_curves, grid, mean_curve, with_gap
+from plots import COLOURS, PANELS, draw_codes, draw_curves, grid, mean_curve
 
 
 def val(step, **values):
@@ -55,13 +55,6 @@ def test_a_curve_is_the_mean_and_deviation_of_the_seeds_at_the_steps_that_all_ha
     assert mean_curve(logs[:1], "val", "kl") == [(1, 1, 0), (2, 4, 0), (3, 9, 0)]
     logs = [[train(1, eta=eta)] for eta in (1.0, 100.0)]
     assert mean_curve(logs, "train", "eta", log_scale=True) == [(1, 1, pytest.approx(2**0.5))]
-
-
-def test_the_gap_is_training_log_p_less_validation_log_p():
-    log = [train(i, reward=r) for i, r in enumerate((-90.0, -50.0, -30.0, None))]
-    row = with_gap([*log, val(4, log_px=-45.0), train(5, reward=-1.0)], n=2)[4]
-    assert row == val(4, log_px=-45.0, gap=5.0)  # (-50 - 30) / 2 + 45
-    assert has(panel(draw_curves({"a": [[*log, val(4)]]}), "gap"), COLOURS[0])
 
 
 def test_a_method_without_a_kl_is_absent_from_that_panel_and_the_others_keep_their_colours():
