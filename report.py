@@ -42,6 +42,9 @@ COLUMNS = {  # the key in a row, and how it is printed; docs/logged_metrics.md e
 }
 
 
+WITH_SPREAD = ("beta_elbo", "log_px", "psnr", "fid", "cm", "degrees")
+
+
 def report(runs, curves="out/curves.png", per_run=False, record=""):
     """Print one table for all runs, draw their curves and keep a record; returns the rows."""
     runs = list({run["row"]["run"]: run for run in runs}.values())  # the later of equal names
@@ -107,14 +110,17 @@ def summary(group):
 
 
 def print_table(rows):
-    """Print rows, with the columns that any of them has; mean +- standard deviation."""
+    """Print rows, with the columns that any of them has; mean +- standard deviation of a few. The
+    folder that all runs are in is left out."""
+    start = os.path.commonprefix([row["run"] for row in rows]).rfind("/") + 1 if rows[1:] else 0
+    rows = [row | {"run": row["run"][start:]} for row in rows]
 
     def cell(row, key, form):
-        spread = row.get(f"{key} std")
+        spread = row.get(f"{key} std") if key in WITH_SPREAD else None
         text = "-" if row.get(key) is None else form.format(row[key])
         return f"{text} +- {form.format(spread)}" if spread else text
 
-    columns = {k: column for k, column in COLUMNS.items() if any(column[0] in row for row in rows)}
+    columns = {k: c for k, c in COLUMNS.items() if any(row.get(c[0]) is not None for row in rows)}
     table = [list(columns), *([cell(row, *column) for column in columns.values()] for row in rows)]
     print_aligned(table, n_left=2)
 

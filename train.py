@@ -230,9 +230,9 @@ if is_main:
     sizes = "encoder {:,}, decoder {:,} parameters".format(*n_parameters(raw_model))
     bits = n_tokens * math.log2(vocab_size)
     print(f"{n_tokens} tokens of {vocab_size} values, {bits:g} bits; {sizes}")
-    shares = f", {batch_size // world_size} for each of {world_size} processes"
-    where = f"{shares if world_size > 1 else ''} on {device} in {dtype}, into {out_dir}"
-    print(f"{max_steps:,} steps of {batch_size}{where}")
+    shares = f", {batch_size // world_size} for each of {world_size} processes" * (world_size > 1)
+    steps = f"{max_steps:,} {'steps' if max_steps > 1 else 'step'} of {batch_size}{shares}"
+    print(f"{steps} on {device} in {dtype}, into {out_dir}")
     if resume:
         found = "resuming at step {step}" if saved else "no last.pt yet: starting at step {step}"
         print(found.format(**progress))

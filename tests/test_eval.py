@@ -254,7 +254,7 @@ BAD_CALLS = {
     "nowhere": "nowhere/last.pt does not exist",
     "RUN --export_to=RUN": "a folder other than its own",
     "nowhere --record=x.json": "must end in .jsonl",
-    "RUN/log.jsonl": "log.jsonl is not a record of runs",
+    "RUN/log.jsonl": "log.jsonl is not a record",
     "RUN/best.pt": "does not exist; name the folder of a run",
 }
 
