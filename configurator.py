@@ -31,6 +31,8 @@ def explain(kind, error, trace):
         message = str(error).splitlines()[-1].removeprefix("configurator.UserError: ")
     elif "DataLoader worker (pid" in text or "Dist" in kind.__name__ or "gloo" in text:
         message = "another process of this run died; --resume continues from the last checkpoint"
+    elif issubclass(kind, ModuleNotFoundError):  # of an optional package
+        message = f"{error.name} is not installed: pip install {error.name}"
     elif issubclass(kind, OSError) and error.strerror:  # a missing file, a full disk
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:

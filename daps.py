@@ -34,8 +34,8 @@ def ess_ratio(log_w):
 
 @torch.no_grad()
 def solve_eta(reward, log_q, beta, ess_target):
-    """The eta in [1e-6, 1e10] at which the batch mean of the ESS ratio meets ess_target, or the end
-    nearest to it: a float32 scalar. No GPU sync."""
+    """The eta in [1e-6, 1e10] at which the mean ESS ratio of a batch is ess_target, or the nearest
+    end: a float32 scalar. No GPU sync."""
     low, high = (reward.new_full((), math.log(eta), dtype=torch.float32) for eta in (1e-6, 1e10))
     for _ in range(6):  # bisection by 16 points at a time, to the resolution of float32
         points = low + (high - low) * torch.linspace(0, 1, 18, device=reward.device)

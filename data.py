@@ -307,8 +307,8 @@ def cifar10(data_dir):
 
 
 def colour_statistics(x):
-    """Mean and standard deviation (3, 1, 1) of pixels in [0, 1], from images (n, 3, height, width)
-    uint8. Counts do not depend on the order of a sum."""
+    """Mean and standard deviation (3, 1, 1) of pixels in [0, 1], from uint8 images (n, 3, ...)."""
+    # Counts do not depend on the order of a sum.
     counts = torch.stack([x[:, c].flatten().bincount(minlength=256) for c in range(3)])  # (3, 256)
     levels = torch.arange(256, dtype=torch.float64) / 255
     mean, square = (counts.double() @ levels**power / x[:, 0].numel() for power in (1, 2))
@@ -327,8 +327,7 @@ Image.MAX_IMAGE_PIXELS = 1 << 26  # Pillow refuses twice as many: a tiny file co
 
 class ImageFolder(Dataset):
     """Images on disk, decoded on demand: random resized crops and flips for training, the centre
-    crop for validation. There are labels if the images are in folders by class and validation has
-    no class of its own."""
+    crop for validation. They have labels if in folders by class, and training has every class."""
 
     name = "imagenet"
     slow_to_read = in_order = True  # ordered by folder, so by class

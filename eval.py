@@ -145,8 +145,7 @@ def one_line(metrics):
 
 @torch.no_grad()
 def fid_score(model, data, inception, device, n_workers=0):
-    """FID between reconstructions and the validation images themselves, both rounded to 8 bits.
-    Moments of the images are cached."""
+    """FID between reconstructions and the validation images, whose moments are cached."""
     index = data.val_index()
 
     def images(reconstructed):
@@ -175,17 +174,18 @@ def draw_pictures(model, data, device, search=0):
     if data.name == "lafan":
         reconstructions = partial(reconstruct, model, data, device=device)
         return motion_pictures(data.segments["val"], reconstructions, samples)
+
+    def rows(*stacks):  # a row of each in turn
+        parts = zip(*(images.split(columns) for images in stacks), strict=True)
+        return grid(torch.cat([images for row in parts for images in row]), columns)
+
     columns = min(columns, data.n_val)
-    index = data.val_index(4 * columns)
+    index, pictures = data.val_index(4 * columns), {"samples.png": grid(samples, columns)}
     x, drawn = reconstruct(model, data, index, device)
-    pictures = {"reconstructions.png": (x, drawn)}
     if search:
         searched = reconstruct(model, data, index, device, search)[1]
-        pictures["reconstructions_search.png"] = (x, drawn, searched)
-    for name, stacks in pictures.items():
-        rows = zip(*(images.split(columns) for images in stacks), strict=True)
-        pictures[name] = grid(torch.cat([images for row in rows for images in row]), columns)
-    return pictures | {"samples.png": grid(samples, columns)}
+        pictures["reconstructions_search.png"] = rows(x, drawn, searched)
+    return pictures | {"reconstructions.png": rows(x, drawn)}
 
 
 def reconstruct(model, data, index, device, search=0):
@@ -200,8 +200,7 @@ def reconstruct(model, data, index, device, search=0):
 def evaluate_run(
     out_dir, checkpoint="best", data_dir="", device="cpu", n_workers=0, inception=None, search=0
 ):
-    """Evaluate a run and write eval.json and pictures to its folder. Returns its row of the table,
-    its config, its thinned log and its pictures."""
+    """Evaluate a run and write eval.json and pictures to its folder. Returns it as in report.py."""
     if checkpoint == "best" and not os.path.exists(os.path.join(out_dir, "best.pt")):
         checkpoint = "last"
     model = load(out_dir, checkpoint, device)
@@ -233,8 +232,7 @@ def evaluate_run(
 
 
 def evaluate_runs(sources, fid_weights="", curves="", per_run=False, record="", **options):
-    """Evaluate runs, or read them from records (*.jsonl), and report on all. options: for
-    evaluate_run."""
+    """Evaluate runs with these options, or read them from records (*.jsonl), and report on all."""
     inception = fid.load_inception(fid_weights, options["device"]) if fid_weights else None
     runs = []
     for source in sources:

@@ -12,7 +12,6 @@ H width.
 
 from configurator import UserError, configure, settings_block  # isort: skip (first: it makes errors one line)
 
-import importlib.util
 import json
 import math
 import os
@@ -114,6 +113,7 @@ for key, value in settings.items():
 for key in ("lr", "encoder_lr", "tau_final"):
     must(key, settings[key] > 0, "positive")
 must("vocab_size", vocab_size >= 2, "at least 2")
+must("image_size", image_size >= 8, "at least 8")
 must("seed", seed < 2**32, "below 2**32")
 must("dtype", dtype in ("", "float32", "bfloat16"), "float32 or bfloat16")
 must("method", method in METHODS, f"one of: {', '.join(METHODS)}")
@@ -125,8 +125,8 @@ must("accumulate", accumulate == 1 or method != "ppo", "1 for ppo, which returns
 must("batch_size", batch_size % n_parts == 0, f"a multiple of processes * accumulate = {n_parts}")
 must("batch_size", batch_size * n_samples > 1 or method != "ppo", "at least 2 for one sample")
 must("device", world_size == 1 or ":" not in device, "cpu or cuda: one for each process")
-if wandb_log and not importlib.util.find_spec("wandb"):
-    raise UserError("wandb_log is True, but wandb is not installed: pip install wandb")
+if wandb_log:
+    import wandb
 
 # ---------------------------------------------------------------------------------------------
 # Device, data and model. Under torchrun, each process takes its share of every batch.
@@ -221,8 +221,6 @@ if is_main:
     log_file = Log(os.path.join(out_dir, "log.jsonl"), progress["step"])
     write(os.path.join(out_dir, "config.json"), json.dumps(settings, indent=2) + "\n")
     if wandb_log:
-        import wandb
-
         wandb.init(project="daps", name=out_dir, config=settings)
     print("settings:", *(os.path.relpath(word) if word.endswith(".py") else word for word in argv))
     found = f"{data.n_train:,} examples for training, {data.n_val:,} for validation"

@@ -106,7 +106,7 @@ def run_here(script, *arguments):
                 runpy.run_path(os.path.join(ROOT, script), run_name="__main__")
         except SystemExit as end:
             code = end.code
-        except (UserError, OSError) as error:
+        except (UserError, OSError, ModuleNotFoundError) as error:
             with pytest.raises(SystemExit) as end:
                 explain(type(error), error, None)
             code = end.value.code

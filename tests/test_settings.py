@@ -124,7 +124,6 @@ def small(tmp_path_factory):
         patch.setattr(data, "CACHE_DIR", str(folder / "cache"))
         patch.setattr(evaluation, "evaluate_runs", lambda *_, **__: None)
         patch.setitem(sys.modules, "wandb", wandb)
-        wandb.__spec__ = types.SimpleNamespace()
         data.load_dataset.cache_clear()
         yield folder
     data.load_dataset.cache_clear()
