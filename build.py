@@ -62,7 +62,7 @@ def build_model(settings, x_shape, scale=None):
     s, is_motion = settings, len(x_shape) == 2
     if scale is None:
         ones = torch.ones(x_shape[0], 1, 1)
-        scale = FeatureScale.blank(x_shape[1]) if is_motion else Scale(0 * ones, ones)
+        scale = FeatureScale.blank(*x_shape) if is_motion else Scale(0 * ones, ones)
     keys = ("n_tokens", "vocab_size", "width", "n_layers", "mlp_ratio")
     sizes = Sizes(tuple(x_shape), *(s[key] for key in keys))
     make_encoder, make_method = METHODS[s["method"]]
