@@ -421,7 +421,7 @@ class Normal:
     def error(self, x):
         if self.n_dims == 3:  # images, whose pixels cannot leave [0, 1]
             return self.mean.clamp(0, 1) - x
-        return (self.mean - x.to(self.mean)) / self.scale.span.to(self.mean)
+        return (self.scale.to_frames(self.standard_mean) - x) / self.scale.span
 
 
 class Decoder(nn.Module):

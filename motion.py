@@ -77,7 +77,7 @@ def quat_mul(a, b):
 
 def quat_conj(q):
     """The inverse of a rotation."""
-    return q * q.new_tensor([1, -1, -1, -1])
+    return torch.cat([q[..., :1], -q[..., 1:]], dim=-1)
 
 
 def quat_rotate(q, v):
@@ -130,22 +130,23 @@ def frame_errors(true, decoded):
 def ground_frame(frames):
     """The origin of segments (..., 32, 26): the point on the ground below the first root, (..., 1,
     3), and the rotation about z that turns x to where it faces, (..., 1, 4)."""
-    root, (x, y, z, w) = frames[..., :1, :3], frames[..., :1, 3:7].unbind(dim=-1)
+    point, (x, y, z, w) = frames[..., :1, :3].clone(), frames[..., :1, 3:7].unbind(dim=-1)
+    point[..., 2] = 0
     yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
-    return root * GROUND.to(root), quat_from_axis_angle("z", yaw)
+    return point, quat_from_axis_angle("z", yaw)
 
 
 def relative_frames(frames):
     """Frames (..., 32, 26) relative to their own origin; those that are already stay the same."""
     (point, heading), angles = ground_frame(frames), frames[..., 7:]
     back = quat_conj(heading)
-    root, q = frames[..., :3] - point, nn.functional.normalize(frames[..., [6, 3, 4, 5]], dim=-1)
-    root, q = quat_rotate(back, root), quat_mul(back, q)
+    q = nn.functional.normalize(frames[..., 3:7], dim=-1).roll(1, -1)  # w first
+    root, q = quat_rotate(back, frames[..., :3] - point), quat_mul(back, q)
     # A rotation has two quaternions: w >= 0 in the first frame, then no jumps.
     flips = (q[..., 1:, :] * q[..., :-1, :]).sum(dim=-1, keepdim=True).sign()
     first = torch.where(q[..., :1, :1] < 0, -1.0, 1.0).to(q)
     q = q * torch.cat([first, flips], dim=-2).cumprod(dim=-2)
-    return torch.cat([root, q[..., [1, 2, 3, 0]], angles], dim=-1)
+    return torch.cat([root, q.roll(-1, -1), angles], dim=-1)
 
 
 def mirrored(frames):
@@ -185,8 +186,8 @@ class Segments:
         """Frames (N, 32, 26) relative to the origins of these segments, in world coordinates."""
         point, heading = ground_frame(self.frames(index))
         root = quat_rotate(heading, frames[..., :3]) + point
-        q = quat_mul(heading, frames[..., [6, 3, 4, 5]])
-        return torch.cat([root, q[..., [1, 2, 3, 0]], frames[..., 7:]], dim=-1)
+        q = quat_mul(heading, frames[..., 3:7].roll(1, -1)).roll(-1, -1)
+        return torch.cat([root, q, frames[..., 7:]], dim=-1)
 
 
 class FeatureScale(nn.Module):
@@ -200,6 +201,7 @@ class FeatureScale(nn.Module):
         super().__init__()
         for name, value in (("mean", mean), ("basis", basis), ("std", std), ("span", span)):
             self.register_buffer(name, value.float())
+        self.register_buffer("weights", WEIGHTS.clone(), persistent=False)
 
     @classmethod
     def blank(cls, rows, columns):
@@ -224,15 +226,18 @@ class FeatureScale(nn.Module):
         return cls(mean, basis[:, order], std, high - low)
 
     def forward(self, x):
-        x = (relative_frames(x).float() - self.mean) * WEIGHTS.to(self.mean)
+        x = (relative_frames(x).float() - self.mean) * self.weights
         return (x.flatten(-2) @ self.basis).unflatten(-1, self.std.shape) / self.std
 
-    def inverse(self, x):
-        """Frames (..., 32, 26) float64 on the CPU, relative to the segment's origin."""
+    def to_frames(self, x):
+        """The inverse: frames (..., 32, 26), relative to the segment's origin."""
         x = ((x * self.std).flatten(-2) @ self.basis.T).unflatten(-1, self.mean.shape)
-        x = (x / WEIGHTS.to(x) + self.mean).double().cpu()
-        q = nn.functional.normalize(x[..., 3:7], dim=-1)
-        return torch.cat([x[..., :3], q, x[..., 7:]], dim=-1)
+        root, q, angles = (x / self.weights + self.mean).split((3, 4, 19), dim=-1)
+        return torch.cat([root, nn.functional.normalize(q, dim=-1), angles], dim=-1)
+
+    def inverse(self, x):
+        """The same as float64 on the CPU."""
+        return self.to_frames(x).double().cpu()
 
 
 # ---------------------------------------------------------------------------------------------
