@@ -23,9 +23,8 @@ from torch import nn
 LAFAN_VAL = ("dance2_subject2", "fight1_subject2", "run2_subject1", "walk2_subject4")  # files
 GROUND = torch.tensor([1, 1, 0])  # position * GROUND is the point on the ground below
 FRAMES, ROWS, COLUMNS = 32, 64, 6  # of a segment in time; of what networks see
-# What an error counts, in radians of a joint: a metre of the root 4, its angle 2 (a quaternion has
-# half of it), because they move all joints.
-WEIGHTS = torch.tensor([4.0] * 7 + [1.0] * 19)
+# What an error counts, in radians of a joint: a metre of the root 2, its quaternion as its angle.
+WEIGHTS = torch.tensor([2.0] * 7 + [1.0] * 19)
 
 # The robot's links: name, parent (0 is the pelvis, 1 the first link, ...), offset from the parent
 # in metres, axis of the joint, tilt of the joint about x in radians.
