@@ -194,7 +194,7 @@ class FeatureScale(nn.Module):
     """A change of basis: segments (..., 32, 26), in any coordinates -> (..., 64, 6), a row for each
     token. These are the principal components of whole segments in training, times WEIGHTS, so that
     neighbouring frames, and joints that move together, share numbers. Of 832, the 384 largest are
-    kept, all but 4e-5 of the variance; each row has large and small ones. Those well above 0.3
+    kept, all but 5e-5 of the variance; each row has large and small ones. Those well above 0.3
     radians are standardised, smaller ones stay small. span: the range of each of the 26 numbers."""
 
     def __init__(self, mean, basis, std, span):
