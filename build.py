@@ -52,7 +52,7 @@ def build_model(settings, x_shape, scale=None):
     s, is_motion = SimpleNamespace(**settings), len(x_shape) == 2
     if scale is None:
         ones = torch.ones(x_shape[0], 1, 1)
-        scale = FeatureScale.blank(x_shape[1]) if is_motion else Scale(0 * ones, ones)
+        scale = FeatureScale.blank(*x_shape) if is_motion else Scale(0 * ones, ones)
     sizes = Sizes(tuple(x_shape), s.n_tokens, s.vocab_size, s.width, s.n_layers, s.mlp_ratio)
     make_encoder, make_method = METHODS[s.method]
     has_tokens = make_encoder is not VectorEncoder  # and so the decoder a table of vectors

@@ -38,6 +38,8 @@ COLUMNS = {  # the key in a row, and how it is printed; docs/logged_metrics.md e
     "search": ("search", "{}"),
     "searched log p": ("search_log_px", "{:.2f}"),
     "searched PSNR": ("search_psnr", "{:.2f}"),
+    "searched cm": ("search_cm", "{:.2f}"),
+    "searched degrees": ("search_degrees", "{:.2f}"),
     "ms/code": ("search_ms", "{:.1f}"),
 }
 
