@@ -194,9 +194,6 @@ def reconstruct(model, data, index, device, search=0):
     return x, model.decode(validation_codes(model, x, index, search)[0]).mean
 
 
-# ---------------------------------------------------------------------------------------------
-
-
 def evaluate_run(
     out_dir, checkpoint="best", data_dir="", device="cpu", n_workers=0, inception=None, search=0
 ):

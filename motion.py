@@ -151,8 +151,7 @@ def relative_frames(frames):
 
 def mirrored(frames):
     """Frames (..., 26) with left and right exchanged: y and turns about x and z change sign."""
-    names = [name for name, *_ in H1]
-    other = {"left": "right", "right": "left"}
+    names, other = [name for name, *_ in H1], {"left": "right", "right": "left"}
     pairs = [" ".join(other.get(word, word) for word in name.split()) for name in names]
     order = [*range(7), *(7 + names.index(name) for name in pairs)]
     signs = [1, -1, 1, -1, 1, -1, 1, *(1 if axis == "y" else -1 for *_, axis, _ in H1)]

@@ -55,8 +55,8 @@ def restore(path, saved, **parts):
         for name, part in parts.items():
             part.load_state_dict(saved[name])
     except (KeyError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} does not fit this version: {reason[:200]}") from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} does not fit this version: {reason}") from None
 
 
 def check_same_run(path, now, then, may_differ, step):
