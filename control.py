@@ -133,9 +133,12 @@ def follow(robot, frames, plan=None, seed=0, n_threads=1, progress=False):
     rng, last = np.random.default_rng(seed), len(reference.frames) - 1
     joints = [robot.actuator(robot.joint(j).name).id for j in range(1, robot.njnt)]
     knots = np.linspace(0, p.horizon - 1, p.n_knots)
-    distance = np.abs(np.arange(p.horizon)[:, None] - knots) / (knots[1] - knots[0])
-    basis = np.maximum(0, 1 - distance)  # (T, n_knots): a spline is basis @ its knots
-    later = np.linalg.pinv(basis) @ basis[np.minimum(np.arange(p.horizon) + 1, p.horizon - 1)]
+
+    def spline(t):  # linear between knots: its value at times t is spline(t) @ its knots
+        return np.maximum(0, 1 - np.abs(t[:, None] - knots) / knots[1])
+
+    basis = spline(np.arange(p.horizon))  # (T, n_knots)
+    later = spline(np.minimum(knots + 1, p.horizon - 1))  # moves knots by a step
     body, threads = mujoco.MjData(robot), [mujoco.MjData(robot) for _ in range(n_threads)]
     body.qpos[:], body.qvel[:] = reference.qpos[0], reference.velocity[0]
     mujoco.mj_forward(robot, body)
