@@ -37,7 +37,7 @@ PLANS = ("n_samples", "n_updates", "ess_target", "eta", "seed", "seconds")  # a 
 
 
 def motions(data, name, run):
-    """The start and the frames (n, 26) of each motion of a file, decoded by a run if one is given."""
+    """Start and frames (n, 26) of each motion of a file, decoded by a run if one is given."""
     index, n = data.segments["val"].by_clip[LAFAN_VAL.index(name)], -(-int(30 * seconds) // 32)
     for i in range(n_starts):
         first = i * (len(index) - n) // max(n_starts - 1, 1)
