@@ -220,6 +220,7 @@ if __name__ == "__main__":
     out_dir = out_dir or os.path.dirname(paths[0]) or "."
     done, wanted = (resample(frames, 50, 30) for frames in (done, wanted))
     write(os.path.join(out_dir, "robot.csv"), frames_to_csv(done))
-    pages = side_by_side(torch.from_numpy(wanted), torch.from_numpy(done))
+    figures = torch.from_numpy(wanted), torch.from_numpy(done)
+    pages = side_by_side(*figures, labels=("motion", "robot"))
     save_picture(os.path.join(out_dir, "robot.gif"), pages)
     print(f"in {out_dir}: robot.gif, robot.csv")

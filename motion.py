@@ -275,7 +275,7 @@ def film(rows, frame_numbers, size=120):
     return page
 
 
-def side_by_side(true, decoded, size=300):
+def side_by_side(true, decoded, labels=("true", "decoded"), size=300):
     """The images of an animation, one for each of n frames (n, 26): the true figure on the left,
     the decoded one on the right, both centred on the true pelvis, so that drift shows."""
     true, decoded = joint_positions(true), joint_positions(decoded)  # (n, 20, 3)
@@ -283,7 +283,7 @@ def side_by_side(true, decoded, size=300):
     for pair in zip(true - root, decoded - root, strict=True):
         page = Image.new("RGB", (2 * size, size), PAPER)
         pen = ImageDraw.Draw(page)
-        for i, (label, joints) in enumerate(zip(("true", "decoded"), pair, strict=True)):
+        for i, (label, joints) in enumerate(zip(labels, pair, strict=True)):
             draw_figure(pen, joints, i * size, 0, size)
             pen.text((i * size + 8, 8), label, INK, FONT)
         pages.append(page.quantize(32))
