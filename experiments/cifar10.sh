@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# CIFAR-10, 1,500 steps of 32 images, and 10,000 for three runs, 576 bits. SEEDS="0 1" for two seeds.
+# CIFAR-10, 1,500 steps of 32 images, and 10,000 for four runs, 576 bits. SEEDS="0 1" for two seeds.
 cd "$(dirname "$0")/.."
 . experiments/run.bash
 
@@ -17,6 +17,7 @@ for seed in ${SEEDS:-0}; do
   cifar daps daps 4e-3 $ours
   long="--max_steps=10000 --eval_interval=500"
   cifar daps_na_10000 daps_na 4e-3 $ours $long
+  cifar daps_na_ess_0.75_10000 daps_na 4e-3 $ours $long --ess_target=0.75
   cifar gumbel_na_10000 $gumbel $long
   cifar plain_10000 daps_na 2e-3 $long
   cifar no_scale daps_na 4e-3 $ours --scale_lr=0
