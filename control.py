@@ -30,7 +30,7 @@ from daps import ess_ratio, log_weights, solve_eta
 from data import DATA_DIR
 from motion import frame_errors, frames_to_csv, joint_positions, read_motion, side_by_side
 from report import save_picture
-from run import write
+from run import setup_device, write
 
 STEP, SUBSTEPS = 0.02, 4  # seconds of control, and steps of physics in each
 FALLEN = 0.6  # metres: height of the pelvis below which the robot has fallen
@@ -207,6 +207,7 @@ if __name__ == "__main__":
     settings, paths = configure(globals(), sys.argv[1:])
     if len(paths) != 1 or min(seconds, n_samples - 1, n_updates, n_threads) <= 0 or start < 0:
         raise UserError("name one motion (*.csv); seconds, n_samples (2 or more) must be positive")
+    setup_device("cpu")
     if not os.path.exists(model := os.path.expanduser(model)):
         raise UserError(f"{model} is missing: set --model to the MJCF file of Unitree's H1")
     robot = load_robot(model)
