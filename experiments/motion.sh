@@ -12,5 +12,5 @@ motion daps_na 2 750 4e-3 $ours --n_samples=4 --ess_target=0.6 --credit_window=1
   --eval_interval=250
 motion gumbel_na 2 1240 3e-3 $ours --encoder_lr=0.25 --scale_lr=1
 motion fsq 3 1570 3e-3
-motion vqvae 2 1600 3e-3  # not run for docs/results.md
+motion vqvae 2 1600 3e-3
 python eval.py out/motion/* --search=64 --curves=out/motion.png --record=out/motion.jsonl
