@@ -215,18 +215,18 @@ class Policy(AutoregressiveEncoder):
     @torch.no_grad()
     def act(self, x, noise, guidance=1.0):
         """Codes (N, B) under conditions x, decided by noise (N, 1, B)."""
-        given = self.patch_encoder(x)
+        memory = self.patch_encoder(x)
         if guidance == 1:
-            return self.sample(given, noise).squeeze(1)
-        free = self.patch_encoder((*x[:3], torch.zeros_like(x[3])))
+            return self.sample(memory, noise).squeeze(1)
+        nothing = self.patch_encoder((*x[:3], torch.zeros_like(x[3])))
 
-        def choose(logits, u):  # the same token with and without conditions
+        def choose(logits, u):  # one token for both, with conditions and without
             given, free = logits.chunk(2)
             z = draw(free + guidance * (given - free), u[: len(given)])
             return torch.cat([z, z])
 
-        both = torch.cat([given, free]), torch.cat([noise, noise])
-        return self.sample(*both, choose)[: len(given)].squeeze(1)
+        z = self.sample(torch.cat([memory, nothing]), torch.cat([noise, noise]), choose)
+        return z[: len(memory)].squeeze(1)
 
     def rollout(self, history, words="", path=None, n=300, guidance=1.0, seed=0):
         """The n frames (..., n, 26) that follow a history (..., 32, 26), and jumps (..., segments,
@@ -291,11 +291,15 @@ def vocabulary(texts, text_encoder=""):
 
 def sentence_vectors(name, texts):
     """{text: vector} by a frozen sentence encoder: mean over its tokens, of length 1."""
-    from transformers import AutoModel, AutoTokenizer  # optional
+    from transformers import AutoModel, AutoTokenizer  # optional; sentence-transformers has it too
 
-    batch = AutoTokenizer.from_pretrained(name)(texts, padding=True, return_tensors="pt")
+    try:
+        tokenizer, encoder = (kind.from_pretrained(name) for kind in (AutoTokenizer, AutoModel))
+    except (OSError, ValueError) as error:
+        raise UserError(f"text_encoder is {name!r}: {str(error).splitlines()[0]}") from None
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
-        tokens = AutoModel.from_pretrained(name)(**batch).last_hidden_state  # (n, length, d)
+        tokens = encoder(**batch).last_hidden_state  # (n, length, d)
     rows = (tokens * batch["attention_mask"].unsqueeze(2)).sum(dim=1)
     return dict(zip(texts, nn.functional.normalize(rows, dim=1), strict=True))
 
@@ -500,7 +504,8 @@ def read_path(name, speed, seconds):
 def find_history(text, way, data_dir):
     """The second (32, 26) that leads into a path best, of a file that a text describes: one that
     was not trained on, if there is one."""
-    names = [name for name in (*LAFAN_VAL, *data.LAFAN_FILES) if phrase(name) == phrase(text)]
+    names, words = (*LAFAN_VAL, *data.LAFAN_FILES), words_of(text)
+    names = [name for name in names if words_of(phrase(name)) == words]
     clips = Clips(names[:1] or LAFAN_VAL, 5, data_dir)
     history = clips.window(torch.arange(len(clips.now)))[:, :FRAMES]
     _, seen = describe(history, history.new_zeros(len(history), FRAMES, 2))
@@ -526,7 +531,8 @@ def draw_command(frames, way, size=300):
         page = Image.new("RGB", (2 * size, size), motion.PAPER)
         pen = ImageDraw.Draw(page)
         motion.draw_figure(pen, figure, 0, 0, size)
-        pen.line(way, (190, 190, 190), 5)
+        if way:
+            pen.line(way, (190, 190, 190), 5)
         pen.line(done[: t + 1], motion.INK, 2)
         pen.circle(done[t], 5, motion.RIGHT)
         pen.text((size + 8, 8), f"{t / FPS:.1f} s", motion.INK, motion.FONT)
@@ -543,18 +549,16 @@ def obey(policy, out_dir, data_dir):
     if way is not None:
         error = path_error(frames, way)
         print(f"path error {error.mean():.1f} cm, at the end {error[-1]:.1f} cm")
-    (cm, degrees), (at, elsewhere) = jumps.mean(dim=0), frame_steps(frames)
+    cm, degrees = jumps.mean(dim=0)
     print(
-        f"{len(jumps)} joins, apart by {degrees:.1f} degrees and {cm:.1f} cm before blending;",
-        end=" ",
+        f"{len(jumps)} joins, {degrees:.1f} degrees and {cm:.1f} cm apart before they are blended"
     )
-    print(f"then from frame to frame {at[1]:.1f} degrees and {at[0]:.1f} cm,", end=" ")
-    print(f"elsewhere {elsewhere[1]:.1f} degrees and {elsewhere[0]:.1f} cm")
-    for name, content in (
-        ("csv", motion.frames_to_csv(frames)),
-        ("gif", draw_command(frames, way)),
-    ):
-        save_picture(os.path.join(out_dir, f"command.{name}"), content)
+    if len(jumps) > 1:
+        for place, (cm, degrees) in zip(("at", "between"), frame_steps(frames), strict=True):
+            print(f"from frame to frame {place} joins: {degrees:.1f} degrees and {cm:.1f} cm")
+    content = {"csv": motion.frames_to_csv(frames), "gif": draw_command(frames, way)}
+    for kind in content:
+        save_picture(os.path.join(out_dir, f"command.{kind}"), content[kind])
     print(f"{len(frames)} frames: {os.path.join(out_dir, 'command.gif')}, command.csv")
 
 
