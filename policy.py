@@ -198,6 +198,19 @@ class Policy(AutoregressiveEncoder):
         super().__init__(sizes, None, aligned=aligned, patch_encoder=conditions)
         self.vectors, self.text_encoder = vectors, text_encoder
 
+    @torch.no_grad()
+    def prepare(self, windows, table):
+        """Before training: the scale of poses and path in windows (n, 64, 26), and tokens that are
+        alike where the autoencoder's decoder, with its table (V, H), makes them alike."""
+        poses, path = describe_window(windows)
+        rows = torch.cat([poses, *path.chunk(2, dim=1)], dim=2).flatten(0, 1)
+        self.patch_encoder.mean.copy_(rows.mean(dim=0))
+        self.patch_encoder.std.copy_(rows.std(dim=0).clamp_min(0.01))
+        if table is not None and table.shape == self.tokens.head.weight.shape:
+            table = (table - table.mean(dim=0)) / table.std() * table.size(1) ** -0.5
+            self.tokens.embed.weight[:-1] = table
+            self.tokens.head.weight.copy_(table)
+
     def text_vectors(self, texts):
         """What the network sees of N texts: (N, n_text), zeros where there is none."""
         known = self.vectors | {"": torch.zeros(len(next(iter(self.vectors.values()))))}
@@ -411,10 +424,8 @@ def train(out_dir, model, clips, val_clips, size):
         restore(path, saved, model=policy, optimizer=optimizer)
         step = saved["step"]
     else:
-        seen = describe_window(clips.window(clips.some(1000)))
-        rows = torch.cat([seen[0], seen[1][:, :FRAMES], seen[1][:, FRAMES:]], dim=2).flatten(0, 1)
-        policy.patch_encoder.mean.copy_(rows.mean(dim=0))
-        policy.patch_encoder.std.copy_(rows.std(dim=0).clamp_min(0.01))
+        table = model.decoder.embed  # FSQ has none
+        policy.prepare(clips.window(clips.some(1000)), None if table is None else table.weight)
     log, stop = Log(os.path.join(out_dir, "policy.jsonl"), step), StopSignal()
     bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None)
     while step < max_steps and not stop.number:
