@@ -440,27 +440,31 @@ LAFAN_FILES = read_hashes("lafan1", ".csv")
 
 
 class MotionDataset(Dataset):
-    """Segments of motion: the features of motion.Segments, (32, 146), of which networks see those
-    that vary; error_names: distance of joints, difference of joint angles."""
+    """Segments of motion relative to their origins, (32, 26); half are mirrored in training.
+    error_names: distance of joints, difference of joint angles."""
 
     name, error_names = "lafan", ("cm", "degrees")
     slow_to_read = in_order = True
 
-    def __init__(self, clips):  # {split: motion_features of each file}
+    def __init__(self, clips):  # {split: frames of each file}
         self.segments = {"train": motion.Segments(clips["train"], stride=1)}
         self.segments["val"] = motion.Segments(clips["val"], stride=motion.FRAMES)
         self.n_train, self.n_val = (len(segments) for segments in self.segments.values())
         self.scale = motion.FeatureScale.measure(self.segments["train"])
-        self.shape = (motion.FRAMES, len(self.scale.kept))
+        self.shape = tuple(self.scale.std.shape)
 
     def read(self, split, index, keys=None):
-        return self.segments[split][index].float(), torch.zeros(len(index), dtype=torch.long)
+        x = self.segments[split][index].float()
+        if keys:
+            chosen = torch.tensor([np.random.default_rng(key).random() < 0.5 for key in keys])
+            x[chosen] = motion.mirrored(x[chosen])
+        return x, torch.zeros(len(index), dtype=torch.long)
 
     def errors(self, x, p):
-        return motion.frame_errors(motion.features_to_frames(x.double().cpu()), p.mean)
+        return motion.frame_errors(x.double().cpu(), p.mean)
 
     def content(self, split):
-        return self.segments[split].parts
+        return [self.segments[split].clips]
 
 
 def lafan(data_dir):
@@ -469,8 +473,8 @@ def lafan(data_dir):
     for name, sha256 in LAFAN_FILES.items():
         path = os.path.join(data_dir, "lafan1", "h1", f"{name}.csv")
         fetch(path, [LAFAN_URL], sha256)
-        clip = motion.motion_features(motion.read_motion(path))
-        clips["val" if name in motion.LAFAN_VAL else "train"].append(clip)
+        split = "val" if name in motion.LAFAN_VAL else "train"
+        clips[split].append(motion.read_motion(path))
     return MotionDataset(clips)
 
 

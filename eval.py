@@ -42,8 +42,8 @@ def load(out_dir, checkpoint="best", device="cpu"):
     saved = load_checkpoint(path, ("config", "model", "step", "seconds", "x_shape"))
     try:
         model = build_model(saved["config"], saved["x_shape"])
-    except KeyError as error:
-        raise UserError(f"{path} was written by a version without the setting {error}") from None
+    except AttributeError as error:
+        raise UserError(f"{path} is of a version without the setting {error.name}") from None
     restore(path, saved, model=model)
     model.config = saved["config"] | {key: saved[key] for key in ("step", "seconds")}
     return model.to(device).eval().requires_grad_(False)
@@ -192,9 +192,6 @@ def reconstruct(model, data, index, device, search=0):
     """Validation examples and the decoder's means for one code of each."""
     x = on_device(data.read("val", index)[0], device)
     return x, model.decode(validation_codes(model, x, index, search)[0]).mean
-
-
-# ---------------------------------------------------------------------------------------------
 
 
 def evaluate_run(

@@ -4,8 +4,7 @@
     a, b = (image_moments(inception, batches) for batches in (batches_a, batches_b))
     distance = frechet_distance(*a, *b)
 
-Batches are images (N, 3, height, width) in [0, 1], on the network's device. This file needs only
-torch.
+Batches are images (N, 3, height, width) in [0, 1], on the network's device. Needs only torch.
 """
 
 import hashlib

@@ -37,11 +37,8 @@ def posterior(logits, z_t, t):
 
 
 def guided(log_p, log_p_free, guidance):
-    """Classifier-free guidance: p(z_1^i | z_t, label)^g p(z_1^i | z_t)^(1 - g), normalised.
-
-    Exact for g = 0 and 1, otherwise a heuristic: tilting the posteriors is not the same as tilting
-    the distribution of the codes.
-    """
+    """Classifier-free guidance: p(z_1^i | z_t, label)^g p(z_1^i | z_t)^(1 - g), normalised. Exact
+    for g = 0 and 1, otherwise a heuristic: it does not tilt the distribution of whole codes."""
     return (guidance * log_p + (1 - guidance) * log_p_free).log_softmax(dim=-1)
 
 

@@ -30,7 +30,7 @@ from daps import TokenEncoder, draw, token_kl
 class Sizes:
     """What all networks of a run share."""
 
-    x_shape: tuple  # of one x as the networks see it: (C, height, width) or (frames, features)
+    x_shape: tuple  # of one x as the networks see it: (C, height, width) or (rows, features)
     n_tokens: int  # B
     vocab_size: int  # V
     width: int = 64  # H
@@ -98,20 +98,6 @@ class Patches(nn.Module):
 
     def forward(self, x):
         return F.unfold(F.pad(x, self.pad), self.size, stride=self.size).transpose(1, 2)
-
-
-class Resample(nn.Module):
-    """Segments of motion (N, frames, features) at twice the frame rate: (N, P, H), P = 2 frames."""
-
-    def __init__(self, x_shape, n_tokens, width):
-        super().__init__()
-        frames, features = x_shape
-        if n_tokens != 2 * frames:
-            raise ValueError(f"n_tokens is {n_tokens}, must be {2 * frames} for {frames} frames")
-        self.conv = nn.ConvTranspose1d(features, width, 4, stride=2, padding=1)
-
-    def forward(self, x):
-        return self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -214,13 +200,16 @@ class KVCache(nn.Module):
 
 
 class PatchEncoder(nn.Module):
-    """x -> (N, P, H): standardise, cut into patches or resample, embed, blocks, LayerNorm."""
+    """x -> (N, P, H): standardise, cut into patches, embed, blocks, LayerNorm."""
 
     def __init__(self, sizes, scale):
         super().__init__()
         self.scale = scale
-        if len(sizes.x_shape) == 2:
-            self.embed = Resample(sizes.x_shape, sizes.n_tokens, sizes.width)
+        if len(sizes.x_shape) == 2:  # motion, which has a row of features for each token
+            rows, features = sizes.x_shape
+            if sizes.n_tokens != rows:
+                raise ValueError(f"n_tokens is {sizes.n_tokens}, must be {rows} for motion")
+            self.embed = nn.Linear(features, sizes.width)
         else:
             patches = Patches(sizes.x_shape, sizes.n_tokens)
             self.embed = nn.Sequential(patches, nn.Linear(patches.dim, sizes.width))
@@ -433,7 +422,7 @@ class Normal:
     def error(self, x):
         if self.n_dims == 3:  # images, whose pixels cannot leave [0, 1]
             return self.mean.clamp(0, 1) - x
-        return (self.standard_mean - self.scale(x)) * self.scale.unit
+        return (self.scale.to_frames(self.standard_mean) - x) / self.scale.span
 
 
 class Decoder(nn.Module):
@@ -563,28 +552,26 @@ class ResNetDecoder(Decoder):
 
 
 class MotionDecoder(Decoder):
-    """Segments of motion, Gaussian per feature with a fixed variance of 0.25: embed tokens,
-    transformer blocks, LayerNorm, linear, strided convolution to half the length, linear."""
+    """Segments of motion, Gaussian with a fixed standard deviation of 0.1 radians of a joint: embed
+    tokens, transformer blocks, LayerNorm, linear. Each token has its own row of x."""
 
     def __init__(self, sizes, scale, window=0, n_layers=2):
         super().__init__(sizes, scale, window)
         self.places = (sizes.n_tokens,)
         self.register_buffer("positions", sinusoids(sizes), persistent=False)
         self.blocks = nn.Sequential(*(Block(sizes) for _ in range(n_layers)))
-        self.norm, self.out = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, sizes.width)
-        self.conv = nn.Conv1d(sizes.width, sizes.width, 4, stride=2, padding=1)
-        self.head = nn.Linear(sizes.width, sizes.x_shape[1])
+        self.norm, self.head = nn.LayerNorm(sizes.width), nn.Linear(sizes.width, sizes.x_shape[1])
         init_weights(self, embedding_std=1.0)
 
     def forward(self, z):
         vectors = self.vectors(z)  # (..., B, H)
         h = self.blocks(vectors.reshape(-1, *vectors.shape[-2:]) + self.positions)  # (M, B, H)
-        h = self.conv(self.out(self.norm(h)).transpose(1, 2)).transpose(1, 2)  # (M, frames, H)
-        mean = self.head(h).float().view(*vectors.shape[:-2], h.size(1), -1)
-        return Normal(mean, mean.new_full((), math.log(0.25)), self.scale, n_dims=2)
+        mean = self.head(self.norm(h)).float().view(*vectors.shape[:-1], -1)
+        log_var = 2 * (0.1 / self.scale.std).log()  # (B, features), in standardised units
+        return Normal(mean, log_var, self.scale, n_dims=2)
 
     def by_token(self, terms):
-        return terms.sum(dim=-1).repeat_interleave(2, dim=2) / 2  # (N, K, B): two tokens per frame
+        return terms.sum(dim=-1)  # (N, K, B)
 
     def credit(self, log_px):
         return F.avg_pool1d(log_px, self.window, 1, padding=self.window // 2) * self.window

@@ -1,14 +1,13 @@
-"""LAFAN1 on the Unitree H1 robot: kinematics, features of motion and their inverse, stick figures.
+"""LAFAN1 on the Unitree H1 robot: kinematics, segments and what networks see of them, figures.
 
 The data are 40 CSV files of human motion retargeted to the robot, at 30 frames per second. A frame
 is 26 numbers: position of the pelvis in metres (3), its orientation as a quaternion x y z w (4),
-joint angles in radians (19). Networks see segments of 32 frames as features:
+joint angles in radians (19). Networks see segments of 32 frames:
 
-    read_motion         file                ->  frames (n, 26)
-    motion_features     frames of one file  ->  a clip: what does not depend on the segment
-    Segments            clips               ->  features (N, 32, 146)
-    features_to_frames  features            ->  frames (N, 32, 26), relative to the segment's origin
-    FeatureScale        frames or features  <-> what networks see, (N, 32, 121)
+    read_motion      file            ->  frames (n, 26) in the world
+    Segments         frames of files ->  segments (N, 32, 26), each relative to its own origin
+    relative_frames  the same for any frames (N, 32, 26); Segments.to_world is the inverse
+    FeatureScale     segments        <-> what networks see, (N, 64, 6): principal components
 
 N segments, n frames, 19 links, one per joint. Quaternions have the real part first, except in
 frames. This file imports nothing from this project: it can be copied alone.
@@ -23,32 +22,33 @@ from torch import nn
 
 LAFAN_VAL = ("dance2_subject2", "fight1_subject2", "run2_subject1", "walk2_subject4")  # files
 GROUND = torch.tensor([1, 1, 0])  # position * GROUND is the point on the ground below
-FRAMES, FPS = 32, 30  # of a segment; per second
-N_LINKS, N_ROOT = 19 * 7, 13  # columns of features: position and rotation of each link; the root
+FRAMES, ROWS, COLUMNS = 32, 64, 6  # of a segment in time; of what networks see
+# What an error counts, in radians of a joint: a metre of the root 2, its quaternion as its angle.
+WEIGHTS = torch.tensor([2.0] * 7 + [1.0] * 19)
 
 # The robot's links: name, parent (0 is the pelvis, 1 the first link, ...), offset from the parent
-# in metres, axis of the joint, tilt of the joint about x in radians, middle of the joint's range.
+# in metres, axis of the joint, tilt of the joint about x in radians.
 TILT = 2 * math.atan2(0.216438, 0.976296)
 H1 = (
-    ("left hip yaw", 0, (0, 0.0875, -0.1742), "z", 0, 0),
-    ("left hip roll", 1, (0.039468, 0, 0), "x", 0, 0),
-    ("left hip pitch", 2, (0, 0.11536, 0), "y", 0, -0.305),
-    ("left knee", 3, (0, 0, -0.4), "y", 0, 0.895),
-    ("left ankle", 4, (0, 0, -0.4), "y", 0, -0.175),
-    ("right hip yaw", 0, (0, -0.0875, -0.1742), "z", 0, 0),
-    ("right hip roll", 6, (0.039468, 0, 0), "x", 0, 0),
-    ("right hip pitch", 7, (0, -0.11536, 0), "y", 0, -0.305),
-    ("right knee", 8, (0, 0, -0.4), "y", 0, 0.895),
-    ("right ankle", 9, (0, 0, -0.4), "y", 0, -0.175),
-    ("torso", 0, (0, 0, 0), "z", 0, 0),
-    ("left shoulder pitch", 11, (0.0055, 0.15535, 0.42999), "y", TILT, 0),
-    ("left shoulder roll", 12, (-0.0055, 0.0565, -0.0165), "x", -TILT, 1.385),
-    ("left shoulder yaw", 13, (0, 0, -0.1343), "z", 0, 1.575),
-    ("left elbow", 14, (0.0185, 0, -0.198), "y", 0, 0.68),
-    ("right shoulder pitch", 11, (0.0055, -0.15535, 0.42999), "y", -TILT, 0),
-    ("right shoulder roll", 16, (-0.0055, -0.0565, -0.0165), "x", TILT, -1.385),
-    ("right shoulder yaw", 17, (0, 0, -0.1343), "z", 0, -1.575),
-    ("right elbow", 18, (0.0185, 0, -0.198), "y", 0, 0.68),
+    ("left hip yaw", 0, (0, 0.0875, -0.1742), "z", 0),
+    ("left hip roll", 1, (0.039468, 0, 0), "x", 0),
+    ("left hip pitch", 2, (0, 0.11536, 0), "y", 0),
+    ("left knee", 3, (0, 0, -0.4), "y", 0),
+    ("left ankle", 4, (0, 0, -0.4), "y", 0),
+    ("right hip yaw", 0, (0, -0.0875, -0.1742), "z", 0),
+    ("right hip roll", 6, (0.039468, 0, 0), "x", 0),
+    ("right hip pitch", 7, (0, -0.11536, 0), "y", 0),
+    ("right knee", 8, (0, 0, -0.4), "y", 0),
+    ("right ankle", 9, (0, 0, -0.4), "y", 0),
+    ("torso", 0, (0, 0, 0), "z", 0),
+    ("left shoulder pitch", 11, (0.0055, 0.15535, 0.42999), "y", TILT),
+    ("left shoulder roll", 12, (-0.0055, 0.0565, -0.0165), "x", -TILT),
+    ("left shoulder yaw", 13, (0, 0, -0.1343), "z", 0),
+    ("left elbow", 14, (0.0185, 0, -0.198), "y", 0),
+    ("right shoulder pitch", 11, (0.0055, -0.15535, 0.42999), "y", -TILT),
+    ("right shoulder roll", 16, (-0.0055, -0.0565, -0.0165), "x", TILT),
+    ("right shoulder yaw", 17, (0, 0, -0.1343), "z", 0),
+    ("right elbow", 18, (0.0185, 0, -0.198), "y", 0),
 )
 
 
@@ -77,7 +77,7 @@ def quat_mul(a, b):
 
 def quat_conj(q):
     """The inverse of a rotation."""
-    return q * q.new_tensor([1, -1, -1, -1])
+    return torch.cat([q[..., :1], -q[..., 1:]], dim=-1)
 
 
 def quat_rotate(q, v):
@@ -94,37 +94,18 @@ def quat_from_axis_angle(axis, angle):
     return q
 
 
-def nonnegative_real(q):
-    """The one of a rotation's two quaternions that has w >= 0."""
-    return q * torch.where(q[..., :1] < 0, -1.0, 1.0)
-
-
 def forward_kinematics(angles):
     """Joint angles (..., 19) -> positions (..., 19, 3) and rotations (..., 19, 4) of the links in
     the frame of the pelvis."""
     identity = angles.new_tensor([1.0, 0, 0, 0]).expand(*angles.shape[:-1], 4)
     positions, rotations = [angles.new_zeros(*angles.shape[:-1], 3)], [identity]  # of the pelvis
-    for j, (_, parent, offset, axis, tilt, _) in enumerate(H1):
+    for j, (_, parent, offset, axis, tilt) in enumerate(H1):
         offset = quat_rotate(rotations[parent], angles.new_tensor(offset))
         positions.append(positions[parent] + offset)
         tilted = quat_from_axis_angle("x", angles.new_tensor(tilt))
         joint = quat_mul(tilted, quat_from_axis_angle(axis, angles[..., j]))
         rotations.append(quat_mul(rotations[parent], joint))
     return torch.stack(positions[1:], dim=-2), torch.stack(rotations[1:], dim=-2)
-
-
-def inverse_kinematics(rotations):
-    """Joint angles (..., 19) from the links' rotations (..., 19, 4), which need not be exact: any
-    rotation that a joint cannot make is dropped."""
-    pelvis, angles = rotations.new_tensor([1.0, 0, 0, 0]), []
-    for j, (_, parent, _, axis, tilt, middle) in enumerate(H1):
-        above = rotations[..., parent - 1, :] if parent else pelvis
-        joint = quat_mul(quat_conj(above), rotations[..., j, :])
-        joint = quat_mul(quat_from_axis_angle("x", rotations.new_tensor(-tilt)), joint)
-        angle = 2 * torch.atan2(joint[..., 1 + "xyz".index(axis)], joint[..., 0])
-        # Angles are known up to whole turns: take the one nearest the middle of the joint's range.
-        angles.append(torch.remainder(angle - middle + math.pi, 2 * math.pi) + middle - math.pi)
-    return torch.stack(angles, dim=-1)
 
 
 def joint_positions(frames):
@@ -143,67 +124,50 @@ def frame_errors(true, decoded):
 
 
 # ---------------------------------------------------------------------------------------------
-# features
+# segments
 
 
-def motion_features(frames):
-    """Frames (..., n, 26) -> positions and rotations of the links in the pelvis frame (..., n, 133)
-    float32; position (..., n, 3) and rotation (..., n, 4) of the root in the world; its linear and
-    angular velocity in its own frame (..., n, 6), by central differences, one-sided at the ends."""
-    frames = torch.as_tensor(frames, dtype=torch.float64)
-    positions, rotations = forward_kinematics(frames[..., 7:])
-    links = torch.cat([positions, nonnegative_real(rotations)], dim=-1).flatten(-2).float()
-    root, q = frames[..., :3], nn.functional.normalize(frames[..., [6, 3, 4, 5]], dim=-1)
-    t = torch.arange(frames.size(-2))
-    earlier, later = (t - 1).clamp_min(0), (t + 1).clamp_max(len(t) - 1)
-    seconds = (later - earlier).unsqueeze(1) / FPS  # (n, 1)
-    linear = quat_rotate(quat_conj(q), root[..., later, :] - root[..., earlier, :]) / seconds
-    change = nonnegative_real(quat_mul(quat_conj(q[..., earlier, :]), q[..., later, :]))
-    sine = change[..., 1:].norm(dim=-1, keepdim=True)
-    angle = 2 * torch.atan2(sine, change[..., :1])
-    angular = change[..., 1:] / sine.clamp_min(1e-12) * angle / seconds
-    return links, root, q, torch.cat([linear, angular], dim=-1)
+def ground_frame(frames):
+    """The origin of segments (..., 32, 26): the point on the ground below the first root, (..., 1,
+    3), and the rotation about z that turns x to where it faces, (..., 1, 4)."""
+    point, (x, y, z, w) = frames[..., :1, :3].clone(), frames[..., :1, 3:7].unbind(dim=-1)
+    point[..., 2] = 0
+    yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
+    return point, quat_from_axis_angle("z", yaw)
 
 
-def segment_features(links, root, q, velocity):
-    """motion_features of segments, (..., 32, d) each -> features (..., 32, 146) float64, with
-    position and rotation of the root relative to the segment's origin."""
-    point, heading = ground_frame(root[..., :1, :], q[..., :1, :])  # (..., 1, d)
+def relative_frames(frames):
+    """Frames (..., 32, 26) relative to their own origin; those that are already stay the same."""
+    (point, heading), angles = ground_frame(frames), frames[..., 7:]
     back = quat_conj(heading)
-    root, q = quat_rotate(back, root - point), quat_mul(back, q)
+    q = nn.functional.normalize(frames[..., 3:7], dim=-1).roll(1, -1)  # w first
+    root, q = quat_rotate(back, frames[..., :3] - point), quat_mul(back, q)
     # A rotation has two quaternions: w >= 0 in the first frame, then no jumps.
     flips = (q[..., 1:, :] * q[..., :-1, :]).sum(dim=-1, keepdim=True).sign()
     first = torch.where(q[..., :1, :1] < 0, -1.0, 1.0).to(q)
     q = q * torch.cat([first, flips], dim=-2).cumprod(dim=-2)
-    return torch.cat([links, root, q, velocity], dim=-1)
+    return torch.cat([root, q.roll(-1, -1), angles], dim=-1)
 
 
-def ground_frame(root, q):
-    """The origin of a segment that starts with the root at root (..., 3) and rotation q (..., 4):
-    the point on the ground below, and the rotation about z that turns x ahead."""
-    w, x, y, z = q.unbind(dim=-1)
-    yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
-    return root * GROUND.to(root), quat_from_axis_angle("z", yaw)
-
-
-def features_to_frames(features):
-    """Features (..., 32, 146), exact or not -> frames (..., 32, 26) relative to the origin."""
-    links, root, q, _ = features.split((N_LINKS, 3, 4, 6), dim=-1)
-    rotations = nn.functional.normalize(links.unflatten(-1, (19, 7))[..., 3:], dim=-1)
-    q = nn.functional.normalize(q, dim=-1)[..., [1, 2, 3, 0]]
-    return torch.cat([root, q, inverse_kinematics(rotations)], dim=-1)
+def mirrored(frames):
+    """Frames (..., 26) with left and right exchanged: y and turns about x and z change sign."""
+    names, other = [name for name, *_ in H1], {"left": "right", "right": "left"}
+    pairs = [" ".join(other.get(word, word) for word in name.split()) for name in names]
+    order = [*range(7), *(7 + names.index(name) for name in pairs)]
+    signs = [1, -1, 1, -1, 1, -1, 1, *(1 if axis == "y" else -1 for *_, axis, _ in H1)]
+    return frames[..., order] * frames.new_tensor(signs)
 
 
 class Segments:
     """Segments of 32 frames that start every `stride` frames of each clip; none spans two clips.
-    segments[index] are their features (N, 32, 146) float64."""
+    segments[index] are relative to their origins, (N, 32, 26) float64."""
 
-    def __init__(self, clips, stride):  # clips: motion_features of each file
-        self.parts = [torch.cat(part) for part in zip(*clips, strict=True)]
+    def __init__(self, clips, stride):  # clips: the frames of each file
+        self.clips = torch.cat([torch.as_tensor(clip) for clip in clips])  # (n, 26)
         starts, n = [], 0
-        for links, *_ in clips:
-            starts.append(torch.arange(n, n + len(links) - FRAMES + 1, stride))
-            n += len(links)
+        for clip in clips:
+            starts.append(torch.arange(n, n + len(clip) - FRAMES + 1, stride))
+            n += len(clip)
         self.starts = torch.cat(starts)  # the first frame of each segment
         self.by_clip = torch.arange(len(self.starts)).split([len(part) for part in starts])
 
@@ -211,58 +175,68 @@ class Segments:
         return len(self.starts)
 
     def __getitem__(self, index):
-        index = self.starts[index].unsqueeze(1) + torch.arange(FRAMES)  # (N, 32)
-        return segment_features(*(part[index] for part in self.parts))
-
-    def to_world(self, frames, index):
-        """Frames (N, 32, 26) relative to the origins of these segments, in world coordinates."""
-        start = self.starts[index].unsqueeze(1)  # (N, 1)
-        point, heading = ground_frame(self.parts[1][start], self.parts[2][start])
-        root = quat_rotate(heading, frames[..., :3]) + point
-        q = quat_mul(heading, frames[..., [6, 3, 4, 5]])
-        return torch.cat([root, q[..., [1, 2, 3, 0]], frames[..., 7:]], dim=-1)
+        return relative_frames(self.frames(index))
 
     def frames(self, index):
         """The frames of these segments in the world: (N, 32, 26)."""
-        return self.to_world(features_to_frames(self[index]), index)
+        return self.clips[self.starts[index].unsqueeze(1) + torch.arange(FRAMES)]
+
+    def to_world(self, frames, index):
+        """Frames (N, 32, 26) relative to the origins of these segments, in world coordinates."""
+        point, heading = ground_frame(self.frames(index))
+        root = quat_rotate(heading, frames[..., :3]) + point
+        q = quat_mul(heading, frames[..., 3:7].roll(1, -1)).roll(-1, -1)
+        return torch.cat([root, q, frames[..., 7:]], dim=-1)
 
 
 class FeatureScale(nn.Module):
-    """Standardises motion: frames (..., 32, 26) or features (..., 32, 146) -> (..., 32, 121): what
-    hardly varies in training is dropped. unit: a step of 1 as a share of the range in training."""
+    """A change of basis: segments (..., 32, 26), in any coordinates -> (..., 64, 6), a row for each
+    token. These are the principal components of whole segments in training, times WEIGHTS, so that
+    neighbouring frames, and joints that move together, share numbers. Of 832, the 384 largest are
+    kept, all but 5e-5 of the variance; each row has large and small ones. Those well above 0.3
+    radians are standardised, smaller ones stay small. span: the range of each of the 26 numbers."""
 
-    def __init__(self, mean, std, unit, kept):  # mean (146,) of all, std and unit of those kept
+    def __init__(self, mean, basis, std, span):
         super().__init__()
-        for name, value in (("mean", mean), ("std", std), ("unit", unit), ("kept", kept)):
-            self.register_buffer(name, value)
+        for name, value in (("mean", mean), ("basis", basis), ("std", std), ("span", span)):
+            self.register_buffer(name, value.float())
+        self.register_buffer("weights", WEIGHTS.clone(), persistent=False)
 
     @classmethod
-    def blank(cls, n_features):
+    def blank(cls, rows, columns):
         """To be filled from a checkpoint."""
-        ones = torch.ones(n_features)
-        return cls(torch.zeros(N_LINKS + N_ROOT), ones, ones, ones.long())
+        mean, std, span = torch.zeros(FRAMES, 26), torch.ones(rows, columns), torch.ones(26)
+        return cls(mean, torch.zeros(mean.numel(), std.numel()), std, span)
 
     @classmethod
-    def measure(cls, segments):
-        """From training segments: of links over all frames, of the root over every sixteenth."""
-        links = segments.parts[0]
-        root = segments[torch.arange(0, len(segments), FRAMES // 2)][..., -N_ROOT:].flatten(0, 1)
-        functions = (torch.mean, torch.var, torch.amin, torch.amax)
-        mean, var, low, high = (torch.cat([f(links, 0), f(root, 0)]) for f in functions)
-        kept = (var >= 1e-5).nonzero().squeeze(1)
-        std, span = var.sqrt().float()[kept], (high - low).float()[kept]
-        return cls(mean.float(), std, std / span, kept)
+    def measure(cls, segments, floor=0.1):
+        """From every 32nd training segment and its mirror image. floor: added to variances."""
+        x = segments[torch.arange(0, len(segments), FRAMES)]
+        x = torch.cat([x, mirrored(x)])
+        mean, (low, high) = x.mean(dim=0), x.flatten(0, 1).aminmax(dim=0)
+        weighted = ((x - mean) * WEIGHTS).flatten(1)
+        var, basis = torch.linalg.eigh(weighted.T @ weighted / len(x))  # ascending
+        basis = basis * basis.gather(0, basis.abs().argmax(dim=0, keepdim=True)).sign()  # of two
+        # The largest go to rows 0 to 63, the next to 63 to 0, ...: all rows are worth as many bits.
+        order = (len(var) - 1 - torch.arange(ROWS * COLUMNS)).view(COLUMNS, ROWS)
+        order[1::2] = order[1::2].flip(1)
+        order = order.T.flatten()
+        std = (var[order].clamp_min(0) + floor).sqrt().view(ROWS, COLUMNS)
+        return cls(mean, basis[:, order], std, high - low)
 
     def forward(self, x):
-        if x.size(-1) == 26:
-            x = segment_features(*motion_features(x.cpu())).float().to(x.device)
-        return (x[..., self.kept] - self.mean[self.kept]) / self.std
+        x = (relative_frames(x).float() - self.mean) * self.weights
+        return (x.flatten(-2) @ self.basis).unflatten(-1, self.std.shape) / self.std
+
+    def to_frames(self, x):
+        """The inverse: frames (..., 32, 26), relative to the segment's origin."""
+        x = ((x * self.std).flatten(-2) @ self.basis.T).unflatten(-1, self.mean.shape)
+        root, q, angles = (x / self.weights + self.mean).split((3, 4, 19), dim=-1)
+        return torch.cat([root, nn.functional.normalize(q, dim=-1), angles], dim=-1)
 
     def inverse(self, x):
-        """Frames (..., 32, 26) float64 on the CPU."""
-        features = self.mean.double().cpu().expand(*x.shape[:-1], -1).clone()
-        features[..., self.kept.cpu()] = (x * self.std + self.mean[self.kept]).double().cpu()
-        return features_to_frames(features)
+        """The same as float64 on the CPU."""
+        return self.to_frames(x).double().cpu()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -301,7 +275,7 @@ def film(rows, frame_numbers, size=120):
     return page
 
 
-def side_by_side(true, decoded, size=300):
+def side_by_side(true, decoded, labels=("true", "decoded"), size=300):
     """The images of an animation, one for each of n frames (n, 26): the true figure on the left,
     the decoded one on the right, both centred on the true pelvis, so that drift shows."""
     true, decoded = joint_positions(true), joint_positions(decoded)  # (n, 20, 3)
@@ -309,7 +283,7 @@ def side_by_side(true, decoded, size=300):
     for pair in zip(true - root, decoded - root, strict=True):
         page = Image.new("RGB", (2 * size, size), PAPER)
         pen = ImageDraw.Draw(page)
-        for i, (label, joints) in enumerate(zip(("true", "decoded"), pair, strict=True)):
+        for i, (label, joints) in enumerate(zip(labels, pair, strict=True)):
             draw_figure(pen, joints, i * size, 0, size)
             pen.text((i * size + 8, 8), label, INK, FONT)
         pages.append(page.quantize(32))

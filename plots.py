@@ -149,9 +149,8 @@ def draw_plot(title, curves, y_range=None, log_scale=False, x_label="step"):
 
 
 def draw_curves(groups, margin=66):
-    """Metrics over steps, {label: [log, ...]}, where a log is the list of rows of one log.jsonl:
-    PANELS in two rows above a legend. Several logs, of different seeds, are drawn as their mean and
-    a band of one standard deviation."""
+    """PANELS in two rows above a legend, for {label: [log, ...]}, where a log is the rows of one
+    log.jsonl. Several logs, of different seeds, are drawn as their mean and a band."""
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(groups))]
     panels = []
     for title, split, key, axis in PANELS:

@@ -159,10 +159,6 @@ def train(out_dir, codes, size):
         sys.exit(128 + stop.number)
 
 
-# ---------------------------------------------------------------------------------------------
-# samples
-
-
 def generate(prior, labels, guidance=1.0, n_steps=40, seed=0):
     """Codes for labels (N,), in parts that fit in memory; the same for the same seed."""
     generator = torch.Generator(prior.positions.device).manual_seed(seed)
@@ -187,9 +183,8 @@ def draw_samples(prior, model, data, y_val):
     side_by_side, columns = (3, min(columns, 8)) if prior.n_labels > 20 else (1, columns)
     samples = decode(labels.repeat_interleave(columns)).unflatten(0, (-1, columns))
     real = on_device(data.read("val", first)[0], "cpu").unsqueeze(1)  # (labels, 1, *shape)
-    gap = torch.ones_like(real)
-    rows = torch.cat([real, gap, samples, gap], dim=1).flatten(0, 1)
-    return grid(rows, side_by_side * (columns + 3))
+    rows = torch.cat([real, torch.ones_like(real), samples, torch.ones_like(real)], dim=1)
+    return grid(rows.flatten(0, 1), side_by_side * (columns + 3))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ COLUMNS = {  # the key in a row, and how it is printed; docs/logged_metrics.md e
     "search": ("search", "{}"),
     "searched log p": ("search_log_px", "{:.2f}"),
     "searched PSNR": ("search_psnr", "{:.2f}"),
+    "searched cm": ("search_cm", "{:.2f}"),
+    "searched degrees": ("search_degrees", "{:.2f}"),
     "ms/code": ("search_ms", "{:.1f}"),
 }
 
@@ -54,7 +56,8 @@ def report(runs, curves="out/curves.png", per_run=False, record=""):
         print("pictures in each folder: reconstructions.png, samples.png, codes.png, curves.png")
     if len(runs) > 1:
         folder = os.path.dirname(curves)
-        save_picture(curves, draw_curves({label(g): [run["log"] for run in g] for g in groups}))
+        logs = {label([r["row"]["run"] for r in g]): [r["log"] for r in g] for g in groups}
+        save_picture(curves, draw_curves(logs))
         print(f"curves of all runs: {curves}")
         for name in ("samples.png", "codes.png"):  # of the first seed of each
             firsts = [run for run, *_ in groups if name in run.get("pictures", {})]
@@ -84,9 +87,8 @@ def group_by_seed(runs, per_run=False):
     return list(groups.values())
 
 
-def label(group):
+def label(names):
     """The name of a run or, of several, how their names begin and end."""
-    names = [run["row"]["run"] for run in group]
     start = os.path.commonprefix(names)
     end = os.path.commonprefix([name[len(start) :][::-1] for name in names])[::-1]
     return f"{start}*{end}" if len(names) > 1 else start
@@ -97,7 +99,7 @@ def summary(group):
     that may differ (sizes do not, the step of the best checkpoint may)."""
     if len(group) == 1:
         return group[0]
-    row = group[0] | {"n": len(group), "run": label([{"row": row} for row in group])}
+    row = group[0] | {"n": len(group), "run": label([row["run"] for row in group])}
     for key in group[0].keys() - {"run"}:
         values = [other.get(key) for other in group]
         if None in values:  # such as FID, if it was not computed for all

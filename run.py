@@ -55,8 +55,8 @@ def restore(path, saved, **parts):
         for name, part in parts.items():
             part.load_state_dict(saved[name])
     except (KeyError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} does not fit this version: {reason[:200]}") from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} does not fit this version: {reason}") from None
 
 
 def check_same_run(path, now, then, may_differ, step):
@@ -125,9 +125,9 @@ def setup_device(device):
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in float32
+        torch.backends.cudnn.benchmark = True  # batches keep their shapes: time its algorithms once
     torch.set_flush_denormal(True)  # CPUs are slow with the tiny numbers of a confident softmax
-    # glibc returns large buffers to the system and soon requests them again, page by page: 14 % of
-    # a CPU step of DAPS on MNIST. Let the process keep them.
+    # glibc would return large buffers and request them again: 14 % of a CPU step of DAPS on MNIST.
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD

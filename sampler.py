@@ -39,8 +39,8 @@ class CompiledSampler:
 
 
 class StaticSampler(nn.Module):
-    """The buffers and the compiled step for codes of one shape. The weights of matrix products are
-    cast to autocast's dtype once per batch, instead of once per token."""
+    """The buffers and the compiled step for codes of one shape. Matrix products have their weights
+    and biases cast once per batch, not once per token; the head scales its bias in float32."""
 
     def __init__(self, tokens, context, noise, chunk, options):
         super().__init__()
@@ -48,9 +48,9 @@ class StaticSampler(nn.Module):
         # For each token, how many cache entries it sees: its own and earlier ones, in whole chunks.
         self.windows = [min((t // chunk + 1) * chunk, B) for t in range(B)]
         self.tokens = copy.deepcopy(tokens).requires_grad_(False)
-        for module in self.tokens.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.data = module.weight.data.to(memory[0][0].dtype)
+        linear = [m for m in self.tokens.blocks.modules() if isinstance(m, nn.Linear)]
+        for p in (*nn.ModuleList(linear).parameters(), self.tokens.head.weight):
+            p.data = p.data.to(memory[0][0].dtype)
         # One token longer than needed: a window of the whole cache would be compiled separately.
         self.caches = nn.ModuleList(KVCache(N * K, B + 1, like=k) for k, _ in memory)
         self.register_buffer("memory", torch.stack([torch.stack(kv) for kv in memory]))

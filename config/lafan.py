@@ -9,6 +9,8 @@ autoregressive methods; the others set their own. Its generative model uses the 
 recognition model, which may mean 6 blocks where that has 6; ours has 2 for all methods.
 Not in the paper: the size of the weight decay; the schedule of beta and temperature between the
 two values it gives (exponential, as in the authors' code for beta).
+Ours: 384 principal components of a segment, six per token, for the paper's 121 features per frame,
+which it does not define: docs/motion.md. For minutes on a CPU, see experiments/motion.sh.
 """
 
 dataset = "lafan"

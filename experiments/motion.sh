@@ -1,18 +1,16 @@
 #!/usr/bin/env bash
-# LAFAN1, 1,000 steps of 16 segments, 640 bits.
+# LAFAN1, 640 bits a second, networks of 2 layers, as many steps as fit in the time of 750 of DAPS-NA.
 cd "$(dirname "$0")/.."
 . experiments/run.bash
 
-ours="config/ours_64.py --beta_init=0.5"
-motion() { # motion OUT METHOD LR [FILE or SETTING ...]
-  run "motion/$1" "lafan_$2" config/short.py --batch_size=16 --max_steps=1000 --lr="$3" "${@:4}"
+motion() { # motion METHOD LAYERS STEPS LR [FILE or SETTING ...]
+  run "motion/$1" "lafan_$1" config/short.py --batch_size=32 --n_layers="$2" --max_steps="$3" \
+    --lr="$4" --eval_interval=400 "${@:5}"
 }
-motion daps_na daps_na 4e-3 $ours
-motion gumbel_na gumbel_na 3e-3 $ours --encoder_lr=0.25 --scale_lr=1
-motion fsq fsq 3e-3
-motion no_scale daps_na 4e-3 $ours --scale_lr=0
-motion gumbel_na_no_scale gumbel_na 3e-3 $ours --encoder_lr=0.25 --scale_lr=0
-motion splits daps_na 2e-3 config/ours.py
-motion daps_na_plain daps_na 2e-3
-motion gumbel_na_plain gumbel_na 1e-3
-python eval.py out/motion/* --curves=out/motion.png --record=out/motion.jsonl
+ours="config/ours_64.py --beta_init=0.1"
+motion daps_na 2 750 4e-3 $ours --n_samples=4 --ess_target=0.6 --credit_window=1 --encoder_lr=0.4 \
+  --eval_interval=250
+motion gumbel_na 2 1240 3e-3 $ours --encoder_lr=0.25 --scale_lr=1
+motion fsq 3 1570 3e-3
+motion vqvae 2 1600 3e-3
+python eval.py out/motion/* --search=64 --curves=out/motion.png --record=out/motion.jsonl

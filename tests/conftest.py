@@ -311,16 +311,14 @@ def motion_frames(n, seed=0):
     root = np.concatenate([3 * np.cos(yaw), 3 * np.sin(yaw), 1 + 0.05 * np.sin(9 * t)], axis=1)
     q = np.concatenate([0.05 * np.sin(t), 0 * t, np.sin(yaw / 2), np.cos(yaw / 2)], axis=1)
     q /= np.linalg.norm(q, axis=1, keepdims=True)
-    middle = np.array([link[5] for link in motion.H1])
-    angles = middle + 0.4 * np.sin(rng.uniform(1, 5, 19) * t + rng.uniform(0, 6, 19))
+    angles = 0.4 * np.sin(rng.uniform(1, 5, 19) * t + rng.uniform(0, 6, 19))
     return np.concatenate([root, q, angles], axis=1)
 
 
 def motion_dataset(n_train=3, n_val=4, n=100):
     """Made-up clips of n frames; each training clip is a frame longer than the one before."""
-    features = motion.motion_features
-    train = [features(motion_frames(n + i, seed=i)) for i in range(n_train)]
-    val = [features(motion_frames(n, seed=50 + i)) for i in range(n_val)]
+    train = [motion_frames(n + i, seed=i) for i in range(n_train)]
+    val = [motion_frames(n, seed=50 + i) for i in range(n_val)]
     return data.MotionDataset({"train": train, "val": val})
 
 

@@ -6,7 +6,7 @@ from conftest import run
 from experiments import bench, bias
 
 
-def test_the_flops_of_a_step_of_daps_on_mnist_are_those_counted_by_hand():
+def test_the_flops_of_a_step_are_those_counted_by_hand_and_grow_with_the_batch():
     B, V, H, K, L, patch = 8, 256, 64, 8, 2, 14 * 8
     settings = bench.settings_of("mnist", "daps_na", "cpu")
     block = B * (4 + 2 * 6) * H**2 + 2 * B * B * H
@@ -14,9 +14,6 @@ def test_the_flops_of_a_step_of_daps_on_mnist_are_those_counted_by_hand():
     embed = B * patch * H  # of x, which needs no gradient
     per_example = 2 * (2 * embed + 3 * (L * block + B * H * V + decoder))
     assert bench.step_flops(settings) == 256 * per_example
-
-
-def test_a_step_on_more_examples_takes_as_many_times_the_flops():
     settings = bench.settings_of("cifar10", "daps_na", "cpu") | {"batch_size": 3}
     assert bench.count_flops(bench.make_step(settings, "cpu")) == bench.step_flops(settings)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from conftest import config, log_prob_of_all
 
 from build import METHODS, build_model
+from experiments.passes import ParallelSampler
 from models import (
     AutoregressiveEncoder,
     MLPDecoder,
@@ -135,9 +136,8 @@ def test_log_probabilities_of_tokens_and_their_gradient_are_those_of_cross_entro
     ours = token_log_prob(logits, z)
     theirs = -F.cross_entropy(logits.float().transpose(1, 2), z, reduction="none")
     torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(
-        *(torch.autograd.grad((t * weight).sum(), logits) for t in (ours, theirs))
-    )
+    pair = (torch.autograd.grad((t * weight).sum(), logits) for t in (ours, theirs))
+    torch.testing.assert_close(*pair)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -189,6 +189,22 @@ def test_the_compiled_sampler_draws_what_the_noise_selects(kind, chunk, bits, fr
         for parameter in model.parameters():
             parameter.data.add_(0.5 * parameter.data.square().mean().sqrt())
     assert "sampler" not in str(model.state_dict().keys())  # it is not part of a checkpoint
+
+
+@pytest.mark.parametrize("kind", ("plain", "aligned"))
+def test_parallel_codes_are_those_drawn_token_by_token(kind):
+    """In two passes where tokens do not depend on each other, and never more than tokens + 1."""
+    model, x = encoder(kind, 9, 11, spread=2.0), torch.randn(6, *X_SHAPE)
+    noise, found = torch.rand(6, 4, 9), []
+    for times in (1.0, 100.0, 0.0):  # a token depends so many times as much on others
+        model.tokens.embed.weight.data.mul_(times)
+        patches = model.patch_encoder(x)
+        context = model.tokens.context(patches)
+        z, logits, n_passes = ParallelSampler()(model.tokens, context, noise)
+        assert torch.equal(z, model.sample(patches, noise)) and len(z.unique()) > 5
+        assert torch.equal(logits, model.tokens.logits(context, z))
+        found.append(n_passes)
+    assert found[2] == 2 < found[0] <= found[1] <= 10
 
 
 @pytest.mark.parametrize("compiled", (False, True))

@@ -16,7 +16,7 @@ import data
 import motion
 from configurator import UserError
 from data import LAFAN_FILES, MotionDataset, lafan
-from motion import FRAMES, LAFAN_VAL, motion_features, quat_from_axis_angle, quat_mul, quat_rotate
+from motion import FRAMES, LAFAN_VAL, quat_from_axis_angle, quat_mul, quat_rotate
 
 REAL = os.path.join(os.path.expanduser(data.DATA_DIR), "lafan1", "h1")
 needs_lafan = pytest.mark.skipif(not os.path.isdir(REAL), reason="DAPS_DATA has no LAFAN1")
@@ -53,35 +53,48 @@ def test_forward_kinematics_agrees_with_mujoco_on_a_thousand_real_frames():
         assert (1 - abs((state.xquat[2:] * rotation).sum(axis=1))).max() < 1e-6
 
 
-def test_inverse_kinematics_undoes_forward_kinematics_over_the_whole_range():
-    """Also of the shoulders' yaw, which goes past half a turn."""
-    middle = torch.tensor([link[5] for link in motion.H1]).double()
-    angles = middle + (torch.rand(500, 19).double() - 0.5) * 2 * 3.1
-    _, rotations = motion.forward_kinematics(angles)
-    flipped = rotations * torch.where(rotations[..., :1] < 0, -1.0, 1.0)
-    torch.testing.assert_close(motion.inverse_kinematics(flipped), angles, atol=1e-9, rtol=0)
+def test_a_mirrored_robot_is_its_mirror_image():
+    frames = torch.from_numpy(motion_frames(50)).view(1, 50, 26)
+    frames[..., 7:] += torch.randn(50, 19).double()  # bent in all directions
+    other = [0, *range(6, 11), *range(1, 6), 11, *range(16, 20), *range(12, 16)]
+    reflected = motion.joint_positions(frames)[..., other, :] * torch.tensor([1, -1, 1])
+    ours = motion.mirrored(frames)
+    torch.testing.assert_close(motion.joint_positions(ours), reflected)
+    torch.testing.assert_close(motion.mirrored(ours), frames)
+    relative = motion.relative_frames
+    torch.testing.assert_close(relative(ours), motion.mirrored(relative(frames)))
 
 
-# files and features
+# files and segments
 
 
 @needs_lafan
-def test_real_frames_survive_the_round_trip_and_121_features_are_left():
+def test_real_frames_survive_the_round_trip_and_384_components_lose_little():
     check = ("sha256sum", "--check", os.path.join(ROOT, "assets", "lafan1.sha256"))
     assert subprocess.run(check, cwd=REAL, text=True, capture_output=True).stdout.count("OK") == 40
     found = lafan(os.path.expanduser(data.DATA_DIR))
-    assert sum(len(s.parts[0]) for s in found.segments.values()) == 264_705
-    assert found.shape == (32, 121) and (found.scale.kept < motion.N_LINKS).sum() == 108
-    files = [motion.read_motion(os.path.join(REAL, f"{name}.csv")) for name in LAFAN_VAL]
-    true, val = torch.from_numpy(np.concatenate(files)), found.segments["val"]
-    index = torch.arange(found.n_val)
-    x = found.scale.inverse(found.scale(found.read("val", index)[0]))
-    ours = val.to_world(x, index)  # (n, 32, 26)
-    theirs = true[val.starts[index].unsqueeze(1) + torch.arange(FRAMES)]
-    assert (ours[..., :3] - theirs[..., :3]).abs().max() < 1e-4  # metres
-    assert (ours[..., 7:] - theirs[..., 7:]).abs().max() < 1e-4  # radians
+    assert sum(len(s.clips) for s in found.segments.values()) == 264_705
+    val, index = found.segments["val"], torch.arange(found.n_val)
+    theirs, relative = val.frames(index), val[index]
+    ours = val.to_world(relative, index)  # (n, 32, 26)
+    torch.testing.assert_close(ours[..., :3], theirs[..., :3])
+    torch.testing.assert_close(ours[..., 7:], theirs[..., 7:])
     cosine = (ours[..., 3:7] * theirs[..., 3:7]).sum(dim=-1).abs()
     assert (cosine / theirs[..., 3:7].norm(dim=-1)).min() > 1 - 1e-9
+    kept = found.scale.inverse(found.scale(theirs))  # from world coordinates
+    cm, degrees = motion.frame_errors(relative, kept)
+    assert found.shape == (64, 6) and cm.mean() < 0.3 and degrees.mean() < 0.2
+
+
+def test_all_components_together_are_an_exact_change_of_basis(monkeypatch):
+    """It also preserves distances: log p(x|z) is that of frames times WEIGHTS."""
+    monkeypatch.setattr(motion, "COLUMNS", 13)  # 64 * 13 = 832
+    found = motion_dataset()
+    x, scale = found.segments["val"][torch.arange(found.n_val)], found.scale
+    torch.testing.assert_close(scale.inverse(scale(x)), x, atol=1e-5, rtol=0)
+    a, b = (scale(x[::2]) * scale.std).flatten(1), (scale(x[1::2]) * scale.std).flatten(1)
+    distance = ((x[::2] - x[1::2]) * motion.WEIGHTS).flatten(1).norm(dim=1).float()
+    torch.testing.assert_close((a - b).norm(dim=1), distance)
 
 
 def test_a_file_that_is_missing_or_not_the_published_one_is_named(tmp_path, monkeypatch):
@@ -97,29 +110,30 @@ def test_a_file_that_is_missing_or_not_the_published_one_is_named(tmp_path, monk
         lafan(str(tmp_path))
 
 
-def test_features_do_not_depend_on_where_and_which_way_a_segment_begins():
+def test_segments_do_not_depend_on_where_and_which_way_they_begin():
     frames = motion_frames(FRAMES)
     moved = frames.copy()
     turn = quat_from_axis_angle("z", torch.tensor(2.0).double())
     moved[:, :3] = quat_rotate(turn, torch.from_numpy(frames[:, :3])).numpy() + [5, -7, 0]
     q = quat_mul(turn, torch.from_numpy(frames[:, [6, 3, 4, 5]])).numpy()
     moved[:, 3:7] = -q[:, [1, 2, 3, 0]]  # the other quaternion of the same rotation
-    both = [motion_features(f) for f in (frames, moved)]
-    found = MotionDataset({"train": [motion_features(motion_frames(200))], "val": both})
+    found = MotionDataset({"train": [motion_frames(200)], "val": [frames, moved]})
     x, _ = found.read("val", torch.arange(2))
     torch.testing.assert_close(x[0], x[1], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(x[:, 0, 133:135], torch.zeros(2, 2))  # starts at zero
-    assert (x[:, 0, 136] >= 0).all()
-    from_frames = found.scale(torch.from_numpy(np.stack([frames, moved])))
-    torch.testing.assert_close(from_frames, found.scale(x), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(x[:, 0, :2], torch.zeros(2, 2))  # starts at zero
+    assert (x[:, 0, 6] >= 0).all()
+    from_world = found.scale(torch.from_numpy(np.stack([frames, moved])))
+    torch.testing.assert_close(from_world, found.scale(x), atol=1e-4, rtol=1e-4)
 
 
-def test_velocities_are_those_of_the_root_in_its_own_frame():
-    """A circle of radius 3 at 0.7 radians per second: 2.1 m/s, and 0.7 rad/s about the vertical."""
-    _, _, q, velocity = motion_features(motion_frames(100))
-    assert velocity[5:-5, :2].norm(dim=1).mean().item() == pytest.approx(2.1, abs=0.02)
-    up = quat_rotate(q, velocity[:, 3:])[5:-5, 2]
-    assert up.mean().item() == pytest.approx(0.7, abs=0.01)
+def test_half_of_training_is_mirrored_and_none_of_validation():
+    found, index = motion_dataset(), torch.arange(200)
+    x, _ = found.read("train", index)
+    drawn, _ = found.read("train", index, [(0, 3, 5, i) for i in range(200)])
+    same, turned = ((drawn == y).all(dim=(1, 2)) for y in (x, motion.mirrored(x)))
+    assert (same ^ turned).all() and 70 < same.sum() < 130
+    again = torch.cat([found.train_batch(0, 7, 8, part)[0] for part in (slice(3), slice(3, 8))])
+    assert torch.equal(again, found.train_batch(0, 7, 8)[0])  # whatever the number of processes
 
 
 def test_no_segment_spans_two_files_and_all_segments_of_a_file_are_listed():
@@ -137,16 +151,20 @@ def test_validation_files_never_train_and_the_scale_is_that_of_training():
     assert one.key("train") == other.key("train") and one.key("val") != other.key("val")
     scales = zip(one.scale.buffers(), other.scale.buffers(), strict=True)
     assert all(torch.equal(a, b) for a, b in scales)
-    x = one.scale(one.read("train", torch.arange(one.n_train))[0]).flatten(0, 1)
-    assert x.mean(dim=0).abs().max() < 0.5 and x.std(dim=0).max() < 1.5
-    low, high = (x * one.scale.unit).aminmax(dim=0)  # one unit is the whole range
-    assert (high - low).min() > 0.99 and (high - low).max() < 1.1 and x.shape[1:] == one.shape[1:]
+    x, _ = one.read("train", torch.arange(0, one.n_train, FRAMES))
+    x = torch.cat([x, motion.mirrored(x)])
+    low, high = x.flatten(0, 1).aminmax(dim=0)
+    torch.testing.assert_close(one.scale.span, high - low)
+    x = one.scale(x)
+    assert (
+        x.shape[1:] == one.shape and x.mean(dim=0).abs().max() < 1e-4 and x.std(dim=0).max() < 1.1
+    )
 
 
 def test_errors_are_measured_in_centimetres_and_degrees():
     found = motion_dataset()
     x, _ = found.read("val", torch.arange(2))
-    frames = found.scale.inverse(found.scale(x))
+    frames = x.double()
     offset = torch.zeros(26).double()
     offset[0] = 0.1  # ten centimetres ahead
     cm, degrees = found.errors(x, SimpleNamespace(mean=frames + offset))

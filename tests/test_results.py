@@ -22,6 +22,8 @@ COLUMNS = {  # of a table: key in a record, how it is printed
     "decodings": ("search", "{}"),
     "searched log p(x|z)": ("search_log_px", "{:.2f}"),
     "searched PSNR": ("search_psnr", "{:.2f}"),
+    "searched cm": ("search_cm", "{:.2f}"),
+    "searched degrees": ("search_degrees", "{:.2f}"),
 }
 PAIR = r"(?:-|-?\d+\.\d\d) / \d\d\.\d\d"  # beta-ELBO, or log p(x|z), and PSNR
 PAGES = ("README.md", "docs/results.md")

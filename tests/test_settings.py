@@ -253,6 +253,14 @@ def test_what_is_missing_is_named_in_one_line(small, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_says_what_it_was_given_and_counts_own_images(small, tmp_path):
+    words_given = (*words(IMAGES, small), f"--out_dir={tmp_path / 'run'}", "--max_steps=1")
+    output = run_here("train.py", "config/cifar10.py", *words_given).output
+    assert output.startswith("settings: config/cifar10.py --") and "--max_steps=1\n" in output
+    assert "38 examples for training, 2 for validation\n" in output
+    assert "\n1 step of " in output
+
+
 # errors
 
 

@@ -1,0 +1,227 @@
+"""The Unitree H1 in MuJoCo, following a motion by planning with the weights of daps.py.
+
+    pip install -r requirements-robot.txt
+    python control.py out/lafan_daps/motion.csv --seconds=10
+    python control.py ~/.cache/daps/lafan1/h1/walk1_subject1.csv --start=20
+
+Every 20 ms, K plans for the next 0.6 s are drawn around the last one: targets of the joints'
+controllers, which are those of the motion plus splines with Gaussian noise. Each is simulated and
+rewarded for staying close to the motion. As in daps.py, the plans are weighted by their rewards, as
+boldly as a target for the effective sample size allows, and the next plan is their weighted mean.
+The first 20 ms of it are carried out. Nothing is trained. A motion is frames as in LAFAN1, (n, 26)
+at 30 per second: a file of the data, motion.csv of a run, or command.csv of policy.py.
+
+Letters: K plans, T steps of control in a plan, J = 19 joints.
+"""
+
+from configurator import UserError, configure  # isort: skip (first: it makes errors one line)
+
+import os
+import sys
+from dataclasses import dataclass
+
+import mujoco
+import numpy as np
+import torch
+from mujoco import rollout
+from tqdm import tqdm
+
+from daps import ess_ratio, log_weights, solve_eta
+from data import DATA_DIR
+from motion import frame_errors, frames_to_csv, joint_positions, read_motion, side_by_side
+from report import save_picture
+from run import write
+
+STEP, SUBSTEPS = 0.02, 4  # seconds of control, and steps of physics in each
+FALLEN = 0.6  # metres: height of the pelvis below which the robot has fallen
+SOLE, FOOT_X, FOOT_Y = 0.07, (-0.06, 0.16), (-0.035, 0.035)  # metres from the ankle
+GAINS = {  # stiffness (N m / rad) and damping (N m s / rad) of the joints' controllers
+    "hip": (300, 6),
+    "knee": (400, 8),
+    "ankle": (80, 4),
+    "torso": (600, 8),
+    "shoulder": (200, 4),
+    "elbow": (200, 4),
+}
+PHYSICS = mujoco.mjtState.mjSTATE_FULLPHYSICS  # time, positions (26), velocities (25)
+
+
+@dataclass
+class Plan:
+    """How plans are made; found on training files, see docs/robot.md."""
+
+    n_samples: int = 64  # K
+    n_updates: int = 1  # times per step that plans are drawn and averaged
+    horizon: int = 30  # T
+    n_knots: int = 5  # of the splines
+    noise: float = 0.2  # radians, at the first update of a step; half of it at the next
+    ess_target: float = 0.1  # effective sample size of the K weights, as a share of K
+    eta: float = 0.0  # a fixed temperature of the weights; 0: solved for ess_target
+
+
+def load_robot(path):
+    """The published model of the H1 with a floor, four round points under each foot, and position
+    controllers within the motors' limits. Nothing but feet and floor can touch."""
+    spec = mujoco.MjSpec.from_file(path)
+    spec.option.timestep = STEP / SUBSTEPS
+    spec.option.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
+    for geom in spec.geoms:
+        geom.contype = geom.conaffinity = 0
+    plane, sphere = mujoco.mjtGeom.mjGEOM_PLANE, mujoco.mjtGeom.mjGEOM_SPHERE
+    spec.worldbody.add_geom(type=plane, size=[0, 0, 1], contype=0, conaffinity=1)
+    for body in (spec.body("left_ankle_link"), spec.body("right_ankle_link")):
+        for x, y in ((x, y) for x in FOOT_X for y in FOOT_Y):
+            position, size = [x, y, 0.02 - SOLE], [0.02, 0, 0]
+            body.add_geom(type=sphere, size=size, pos=position, contype=1, conaffinity=0, mass=0)
+    for motor in spec.actuators:
+        limits = motor.ctrlrange.copy()
+        stiffness, damping = next(g for part, g in GAINS.items() if part in motor.target)
+        motor.set_to_position(kp=stiffness, kv=damping)
+        motor.forcerange, motor.forcelimited, motor.ctrllimited = limits, True, False
+    return spec.compile()
+
+
+def to_qpos(frames):
+    """Frames (..., 26) <-> MuJoCo's positions, whose quaternions begin with the real part."""
+    return np.concatenate([frames[..., :3], frames[..., [6, 3, 4, 5]], frames[..., 7:]], axis=-1)
+
+
+def to_frames(qpos):
+    return np.concatenate([qpos[..., :3], qpos[..., [4, 5, 6, 3]], qpos[..., 7:]], axis=-1)
+
+
+def resample(frames, rate=30, new_rate=50):
+    """Frames (n, 26) at one rate per second -> at another; quaternions take the shorter way."""
+    t = np.arange(int((len(frames) - 1) * new_rate / rate + 1e-9) + 1) * rate / new_rate
+    i = np.minimum(t.astype(int), len(frames) - 2)
+    a, b, share = frames[i], frames[i + 1].copy(), (t - i)[:, None]
+    b[:, 3:7] *= np.where((a[:, 3:7] * b[:, 3:7]).sum(axis=1, keepdims=True) < 0, -1, 1)
+    found = (1 - share) * a + share * b
+    found[:, 3:7] /= np.linalg.norm(found[:, 3:7], axis=1, keepdims=True)
+    return found
+
+
+class Reference:
+    """A motion at the rate of control: frames, velocities and positions of the joints."""
+
+    def __init__(self, robot, frames):
+        self.frames = resample(frames)  # (n, 26)
+        self.qpos, self.velocity = to_qpos(self.frames), np.zeros((len(self.frames), robot.nv))
+        for t in range(len(self.frames) - 1):
+            mujoco.mj_differentiatePos(robot, self.velocity[t], STEP, *self.qpos[t : t + 2])
+        self.velocity[-1] = self.velocity[-2]
+        self.joints = joint_positions(torch.from_numpy(self.frames)).float()  # (n, 20, 3)
+
+    def reward(self, states, rows):
+        """How close simulated states (K, T, d) stay to the motion at these rows (T,): (K,). Minus
+        the mean square distance of joints in metres, of angles and of the pelvis's velocities. The
+        end of a plan counts four times as much as its start, which can no longer be changed."""
+        frames = torch.from_numpy(to_frames(states[..., 1:27])).float()  # (K, T, 26)
+        velocity = torch.from_numpy(states[..., 27:33] - self.velocity[rows, :6]).float()
+        angles = frames[..., 7:] - torch.from_numpy(self.frames[rows, 7:]).float()
+        distance = (joint_positions(frames) - self.joints[rows]).square().sum(dim=-1)
+        cost = distance.mean(dim=-1) + 0.2 * angles.square().mean(dim=-1)
+        cost = cost + 0.02 * velocity.square().mean(dim=-1)  # (K, T)
+        cost = cost @ torch.linspace(1, 4, cost.size(1))
+        return -cost.nan_to_num(1e6, 1e6)  # of a simulation that blew up
+
+
+def follow(robot, frames, plan=None, seed=0, n_threads=1, progress=False):
+    """Follow frames (n, 26) from their first state until the robot falls or they end. Returns the
+    robot's frames at 50 per second (m, 26), those of the motion (m, 26), and the ESS ratio of every
+    update. The result does not depend on the number of threads."""
+    p, reference = plan or Plan(), Reference(robot, frames)
+    rng, last = np.random.default_rng(seed), len(reference.frames) - 1
+    joints = [robot.actuator(robot.joint(j).name).id for j in range(1, robot.njnt)]
+    knots = np.linspace(0, p.horizon - 1, p.n_knots)
+
+    def spline(t):  # linear between knots: its value at times t is spline(t) @ its knots
+        return np.maximum(0, 1 - np.abs(t[:, None] - knots) / knots[1])
+
+    basis = spline(np.arange(p.horizon))  # (T, n_knots)
+    later = spline(np.minimum(knots + 1, p.horizon - 1))  # moves knots by a step
+    body, threads = mujoco.MjData(robot), [mujoco.MjData(robot) for _ in range(n_threads)]
+    body.qpos[:], body.qvel[:] = reference.qpos[0], reference.velocity[0]
+    mujoco.mj_forward(robot, body)
+    state = np.zeros(mujoco.mj_stateSize(robot, PHYSICS))
+    mean, done, ess = np.zeros((p.n_knots, 19)), [body.qpos.copy()], []
+    for t in tqdm(range(last), disable=None if progress else True):
+        rows = np.minimum(t + 1 + np.arange(p.horizon), last)  # (T,)
+        mujoco.mj_getState(robot, body, state, PHYSICS)
+        for update in range(p.n_updates):
+            extra = rng.standard_normal((p.n_samples, *mean.shape)) * p.noise / 2**update
+            extra[0] = 0  # the last plan itself
+            targets = reference.frames[rows, 7:] + basis @ (mean + extra)  # (K, T, J)
+            controls = np.zeros((p.n_samples, p.horizon * SUBSTEPS, 19))
+            controls[..., joints] = targets.repeat(SUBSTEPS, axis=1)
+            start = np.tile(state, (p.n_samples, 1))
+            states, _ = rollout.rollout(robot, threads, start, controls)
+            reward = reference.reward(states[:, SUBSTEPS - 1 :: SUBSTEPS], rows).unsqueeze(0)
+            log_q = torch.zeros_like(reward)  # the noise is Gaussian for all: only rewards count
+            eta = p.eta or solve_eta(reward, log_q, 0.0, p.ess_target)
+            log_w = log_weights(reward, log_q, eta, 0.0)  # (1, K)
+            ess.append(ess_ratio(log_w).item())
+            mean = mean + np.tensordot(log_w[0].exp().double().numpy(), extra, axes=1)
+        body.ctrl[joints] = reference.frames[t + 1, 7:] + basis[0] @ mean
+        for _ in range(SUBSTEPS):
+            mujoco.mj_step(robot, body)
+        mean = later @ mean  # the plan, 20 ms later
+        done.append(body.qpos.copy())
+        if body.qpos[2] < FALLEN:
+            break
+    return to_frames(np.array(done)), reference.frames[: len(done)], np.array(ess)
+
+
+def read_checked(path, robot):
+    """The frames of a file, which must be a motion of this robot."""
+    try:
+        frames = read_motion(path)
+    except ValueError as error:
+        raise UserError(f"{path} is not a table of numbers ({error})") from None
+    if frames.shape[1] != 26 or len(frames) < 2 or not np.isfinite(frames).all():
+        found = f"{path} has {frames.shape[0]} rows of {frames.shape[1]} numbers"
+        raise UserError(f"{found}; must be two or more rows of 26, all finite, as in LAFAN1")
+    beyond = np.abs(frames[:, 7:] - frames[:, 7:].clip(*robot.jnt_range[1:].T)).max(axis=0)
+    if beyond.max() > 0.5:  # LAFAN1 itself exceeds them by up to 0.2
+        name = robot.joint(1 + int(beyond.argmax())).name
+        raise UserError(f"{path}: {name} is up to {beyond.max():.2f} radians beyond its range")
+    return frames
+
+
+def score(done, wanted):
+    """Seconds upright, and mean errors of joints in cm and of joint angles in degrees."""
+    cm, degrees = frame_errors(*(torch.from_numpy(f).unsqueeze(0) for f in (wanted, done)))
+    return (len(done) - 1) * STEP, cm.item(), degrees.item()
+
+
+if __name__ == "__main__":
+    seconds = 10.0  # how much of the motion to follow
+    start = 0.0  # second of the motion at which to start
+    n_samples = 64  # K, plans per update
+    n_updates = 1  # times per step that plans are drawn and averaged
+    seed = 0  # of the noise
+    n_threads = os.cpu_count() or 1  # that simulate
+    model = os.path.join(DATA_DIR, "lafan1", "h1.xml")  # MJCF of the robot, published by Unitree
+    out_dir = ""  # where robot.gif and robot.csv go; empty: beside the motion
+
+    settings, paths = configure(globals(), sys.argv[1:])
+    if len(paths) != 1 or min(seconds, n_samples - 1, n_updates, n_threads) <= 0 or start < 0:
+        raise UserError("name one motion (*.csv); seconds, n_samples (2 or more) must be positive")
+    if not os.path.exists(model := os.path.expanduser(model)):
+        raise UserError(f"{model} is missing: set --model to the MJCF file of Unitree's H1")
+    robot = load_robot(model)
+    frames = read_checked(paths[0], robot)[round(30 * start) :][: round(30 * seconds) + 1]
+    if len(frames) < 2:
+        raise UserError(f"start is {start}, must be before the end of {paths[0]}")
+    plan = Plan(n_samples, n_updates)
+    done, wanted, ess = follow(robot, frames, plan, seed, n_threads, progress=True)
+    upright, cm, degrees = score(done, wanted)
+    end = "fell" if done[-1, 2] < FALLEN else "still up"
+    print(f"{upright:.1f} s, {end}; {cm:.1f} cm, {degrees:.1f} degrees from the motion")
+    out_dir = out_dir or os.path.dirname(paths[0]) or "."
+    done, wanted = (resample(frames, 50, 30) for frames in (done, wanted))
+    write(os.path.join(out_dir, "robot.csv"), frames_to_csv(done))
+    figures = torch.from_numpy(wanted), torch.from_numpy(done)
+    pages = side_by_side(*figures, labels=("motion", "robot"))
+    save_picture(os.path.join(out_dir, "robot.gif"), pages)
+    print(f"in {out_dir}: robot.gif, robot.csv")

@@ -1,0 +1,88 @@
+"""The robot of control.py is that of motion.py, stands, and follows by the weights of daps.py."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_one_line, motion_frames, run_here
+
+from motion import frames_to_csv, joint_positions, read_motion
+
+mujoco = pytest.importorskip("mujoco", reason="mujoco is not installed (requirements-robot.txt)")
+import control  # noqa: E402
+
+MODEL = os.path.join(os.environ.get("DAPS_DATA", ""), "lafan1", "h1.xml")
+if not os.path.exists(MODEL):
+    pytest.skip("DAPS_DATA names no folder with lafan1/h1.xml", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def robot():
+    return control.load_robot(MODEL)
+
+
+def standing(n):
+    """Frames (n, 26) of a robot that stands with bent knees, its soles on the ground."""
+    frame = np.zeros(26)
+    frame[6] = 1
+    frame[[9, 14]], frame[[10, 15]], frame[[11, 16]] = -0.4, 0.8, -0.4  # hips, knees, ankles
+    ankle = joint_positions(torch.from_numpy(frame))[5, 2].item()
+    frame[2] = control.SOLE - ankle
+    return np.tile(frame, (n, 1))
+
+
+def test_the_robot_s_links_are_where_motion_py_has_them(robot):
+    body = mujoco.MjData(robot)
+    for frame in motion_frames(40)[::13]:
+        body.qpos[:] = control.to_qpos(frame)
+        mujoco.mj_kinematics(robot, body)
+        expected = joint_positions(torch.from_numpy(frame)).numpy()
+        np.testing.assert_allclose(body.xpos[1:], expected, atol=1e-4)
+        np.testing.assert_allclose(control.to_frames(body.qpos), frame, atol=1e-12)
+
+
+def test_a_robot_in_a_standing_pose_stands_for_five_seconds(robot):
+    done, wanted, _ = control.follow(robot, standing(151), control.Plan(n_samples=24))
+    seconds, cm, degrees = control.score(done, wanted)
+    assert seconds == pytest.approx(5.0) and cm < 40 and degrees < 20
+
+
+def test_weights_meet_the_target_unless_eta_is_given_and_threads_change_nothing(robot):
+    frames, plan = standing(7), control.Plan(n_samples=8, horizon=20, ess_target=0.6)
+    done, _, ess = control.follow(robot, frames, plan, seed=3)
+    again, _, _ = control.follow(robot, frames, plan, seed=3, n_threads=2)
+    other, _, _ = control.follow(robot, frames, plan, seed=4)
+    assert np.array_equal(done, again) and not np.array_equal(done, other)
+    np.testing.assert_allclose(ess, 0.6, atol=1e-3)
+    plan = control.Plan(n_samples=8, horizon=20, eta=1e9)
+    np.testing.assert_allclose(control.follow(robot, frames, plan)[2], 1.0, atol=1e-6)
+
+
+def test_frames_at_another_rate_are_those_of_the_motion_between_them():
+    frames = motion_frames(61)
+    found = control.resample(frames)
+    assert found.shape == (101, 26)
+    np.testing.assert_allclose(found[::5], frames[::3], atol=1e-9)
+    np.testing.assert_allclose(control.resample(found, 50, 30), frames, atol=0.02)
+
+
+def test_it_writes_what_the_robot_did_and_refuses_what_is_no_motion(tmp_path):
+    path, options = tmp_path / "motion.csv", (f"--model={MODEL}", "--n_threads=1", "--n_samples=4")
+    path.write_text(frames_to_csv(torch.from_numpy(standing(10))))
+    done = run_here("control.py", path, *options, "--seconds=0.1")
+    assert done.code == 0 and "0.1 s, still up" in done.output
+    assert read_motion(tmp_path / "robot.csv").shape == (4, 26)
+    assert (tmp_path / "robot.gif").exists()
+    bad = {"1,2\n3,4\n": "2 rows of 2 numbers", "a,b\n": "not a table of numbers"}
+    frames = standing(3)
+    frames[1, 5] = np.nan
+    bad[frames_to_csv(torch.from_numpy(frames))] = "all finite"
+    frames = standing(3)
+    frames[2, 10] = 3.0
+    bad[frames_to_csv(torch.from_numpy(frames))] = "left_knee_joint is up to 0.95 radians beyond"
+    for text, message in bad.items():
+        path.write_text(text)
+        assert_one_line(run_here("control.py", path, *options), message)
+    assert_one_line(run_here("control.py", path, "--model=none.xml"), "none.xml is missing")
+    assert_one_line(run_here("control.py"), "name one motion")
