@@ -37,7 +37,7 @@ from configurator import UserError, configure, settings_block
 from daps import draw
 from eval import load
 from models import AutoregressiveEncoder, Block, Sizes, sinusoids
-from motion import FRAMES, GROUND, LAFAN_VAL, frame_errors, quat_conj, quat_mul, quat_rotate
+from motion import FRAMES, GROUND, LAFAN_VAL, frame_errors, ground_frame, quat_conj, quat_rotate
 from prior import digest_of_model
 from report import save_picture
 from run import Log, StopSignal, check_same_run, load_checkpoint, restore, save, setup_device
@@ -96,22 +96,14 @@ def centre_of_mass(frames):
     positions, rotations = motion.forward_kinematics(frames[..., 7:])
     links = positions + quat_rotate(rotations, CENTRE[1:])  # (..., 19, 3)
     centre = MASS[0] * CENTRE[0] + (MASS[1:] * links).sum(dim=-2)  # seen from the pelvis
-    return quat_rotate(frames[..., [6, 3, 4, 5]], centre) + frames[..., :3]
-
-
-def base_frame(frames):
-    """The points on the ground below the pelvis (..., 3), the rotations about z that turn x ahead
-    (..., 4)."""
-    x, y, z, w = frames[..., 3:7].unbind(dim=-1)
-    yaw = torch.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z))
-    return frames[..., :3] * GROUND, motion.quat_from_axis_angle("z", yaw)
+    return quat_rotate(frames[..., 3:7].roll(1, -1), centre) + frames[..., :3]
 
 
 def placed(frames, point, heading):
     """Frames (..., 26) seen from a base frame -> frames in the world."""
     root = quat_rotate(heading, frames[..., :3]) + point
-    q = quat_mul(heading, frames[..., [6, 3, 4, 5]])
-    return torch.cat([root, q[..., [1, 2, 3, 0]], frames[..., 7:]], dim=-1)
+    q = motion.quat_mul(heading, frames[..., 3:7].roll(1, -1)).roll(-1, -1)
+    return torch.cat([root, q, frames[..., 7:]], dim=-1)
 
 
 def seen_from(point, heading, frames):
@@ -124,14 +116,12 @@ def joined(last, segment):
     """A decoded segment (N, 32, 26) that should begin with the frame last (N, 1, 26), placed there.
     Where its first frame differs, the difference fades in BLEND frames. Also its size before: mean
     distance of joints in cm, of joint angles in degrees, (N, 2)."""
-    segment = seen_from(*base_frame(segment[:, :1]), segment)
-    segment = placed(segment, *base_frame(last))
+    segment = placed(motion.relative_frames(segment), *ground_frame(last))
+    # A rotation has two quaternions: take the ones near that of the last frame.
+    near = (last * segment[:, :1])[..., 3:7].sum(dim=-1, keepdim=True) >= 0
+    segment[..., 3:7] *= torch.where(near, 1.0, -1.0)
     first = segment[:, :1].clone()
     jump = torch.stack(frame_errors(last, first), dim=1)
-    same = (last * first)[..., 3:7].sum(dim=-1, keepdim=True) >= 0  # a rotation has two quaternions
-    last = torch.cat(
-        [last[..., :3], last[..., 3:7].where(same, -last[..., 3:7]), last[..., 7:]], -1
-    )
     fade = (1 - torch.arange(FRAMES).double() / BLEND).clamp_min(0).view(-1, 1)  # (32, 1)
     segment += fade.square() * (3 - 2 * fade) * (last - first)
     segment[..., 3:7] = nn.functional.normalize(segment[..., 3:7], dim=-1)
@@ -146,11 +136,11 @@ def describe(history, coming):
     """A history (N, 32, 26) and the path in the frames that follow (N, 32, 2) as the policy sees
     them, float32: poses (N, 32, 28), with two axes of the pelvis for its rotation, and the path of
     all frames (N, 64, 2)."""
-    point, heading = base_frame(history[:, -1:])
+    point, heading = ground_frame(history[:, -1:])
     path = torch.cat([centre_of_mass(history)[..., :2], coming], dim=1)
     path = quat_rotate(quat_conj(heading), nn.functional.pad(path, (0, 1)) - point)[..., :2]
     frames = seen_from(point, heading, history)
-    x, _, z = (quat_rotate(frames[..., [6, 3, 4, 5]], axis) for axis in torch.eye(3).double())
+    x, _, z = (quat_rotate(frames[..., 3:7].roll(1, -1), axis) for axis in torch.eye(3).double())
     return torch.cat([frames[..., :3], x, z, frames[..., 7:]], dim=-1).float(), path.float()
 
 
@@ -276,7 +266,7 @@ class Policy(AutoregressiveEncoder):
 def start(history):
     """Where rollouts begin: on the ground below the last centre of mass, x ahead."""
     last = history[..., -1:, :]
-    return centre_of_mass(last) * GROUND, base_frame(last)[1]
+    return centre_of_mass(last) * GROUND, ground_frame(last)[1]
 
 
 # ---------------------------------------------------------------------------------------------

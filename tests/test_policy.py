@@ -98,7 +98,7 @@ def test_each_condition_is_hidden_in_a_tenth_of_examples_and_any_subset_equally_
 def test_a_segment_continues_the_last_frame_and_soon_is_itself():
     true = torch.from_numpy(motion_frames(FRAMES)).unsqueeze(0)
     last, off = true[:, :1], 0.2 * (torch.arange(26) > 6)  # joints are 0.2 radians off
-    ours, jump = joined(last, seen_from(*script.base_frame(last), true) + off)
+    ours, jump = joined(last, seen_from(*motion.ground_frame(last), true) + off)
     assert jump[0, 1].item() == pytest.approx(np.degrees(0.2))
     torch.testing.assert_close(ours[:, :1], last)
     torch.testing.assert_close(ours[:, BLEND:, 7:], true[:, BLEND:, 7:] + 0.2)
