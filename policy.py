@@ -456,14 +456,6 @@ def train(out_dir, model, clips, val_clips, size):
 # commands
 
 
-def frame_steps(frames):
-    """How far frames (n, 26) are from the ones before: means at joins and elsewhere, (2,) each, of
-    joints in cm, of joint angles in degrees."""
-    steps = torch.stack(frame_errors(frames[:-1].unsqueeze(1), frames[1:].unsqueeze(1)), dim=1)
-    at = torch.arange(1, len(frames)) % (FRAMES - 1) == 0
-    return steps[at].mean(dim=0), steps[~at].mean(dim=0)
-
-
 def path_error(frames, way):
     """Distance on the ground from the centre of mass to the path (..., n, 2), in cm: (..., n)."""
     return 100 * (centre_of_mass(frames)[..., :2] - way).norm(dim=-1)
@@ -554,9 +546,6 @@ def obey(policy, out_dir, data_dir):
     print(
         f"{len(jumps)} joins, {degrees:.1f} degrees and {cm:.1f} cm apart before they are blended"
     )
-    if len(jumps) > 1:
-        for place, (cm, degrees) in zip(("at", "between"), frame_steps(frames), strict=True):
-            print(f"from frame to frame {place} joins: {degrees:.1f} degrees and {cm:.1f} cm")
     content = {"csv": motion.frames_to_csv(frames), "gif": draw_command(frames, way)}
     for kind in content:
         save_picture(os.path.join(out_dir, f"command.{kind}"), content[kind])

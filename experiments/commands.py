@@ -29,7 +29,6 @@ from policy import (
     Clips,
     centre_of_mass,
     code_bits,
-    frame_steps,
     joined,
     load_policy,
     noise_for,
@@ -45,6 +44,14 @@ n_segments = 10  # of each, 31 new frames long
 guidance = 1.0  # 0: ignore all conditions; 1: p(z | conditions); above: more typical of them
 data_dir = ""  # where the data sets are; empty: the run's data_dir
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
+
+
+def frame_steps(frames):
+    """How far frames (n, 26) are from the ones before: means at joins and elsewhere, (2,) each, of
+    joints in cm, of joint angles in degrees."""
+    steps = torch.stack(frame_errors(frames[:-1].unsqueeze(1), frames[1:].unsqueeze(1)), dim=1)
+    at = torch.arange(1, len(frames)) % (FRAMES - 1) == 0
+    return steps[at].mean(dim=0), steps[~at].mean(dim=0)
 
 
 def foot_sliding(frames):
