@@ -302,11 +302,12 @@ class AutoregressiveEncoder(nn.Module):
     sampler = None  # see sampler.py
     head = property(lambda self: self.tokens.head)
 
-    def __init__(self, sizes, scale, per_token=False, aligned=False):
+    def __init__(self, sizes, scale, per_token=False, aligned=False, patch_encoder=None):
         super().__init__()
         self.n_tokens, self.vocab_size = sizes.n_tokens, sizes.vocab_size
         self.per_token = per_token
-        self.patch_encoder, self.tokens = PatchEncoder(sizes, scale), TokenDecoder(sizes, aligned)
+        self.patch_encoder = patch_encoder or PatchEncoder(sizes, scale)  # policy.py has its own
+        self.tokens = TokenDecoder(sizes, aligned)
         init_weights(self, embedding_std=sizes.width**-0.5)
 
     def forward(self, x, n_samples, noise=None, with_kl=False):
