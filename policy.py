@@ -543,9 +543,7 @@ def obey(policy, out_dir, data_dir):
         error = path_error(frames, way)
         print(f"path error {error.mean():.1f} cm, at the end {error[-1]:.1f} cm")
     cm, degrees = jumps.mean(dim=0)
-    print(
-        f"{len(jumps)} joins, {degrees:.1f} degrees and {cm:.1f} cm apart before they are blended"
-    )
+    print(f"{len(jumps)} joins, {degrees:.1f} degrees and {cm:.1f} cm apart before blending")
     content = {"csv": motion.frames_to_csv(frames), "gif": draw_command(frames, way)}
     for kind in content:
         save_picture(os.path.join(out_dir, f"command.{kind}"), content[kind])
