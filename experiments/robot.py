@@ -22,6 +22,7 @@ from data import DATA_DIR, load_dataset
 from eval import load, reconstruct
 from motion import LAFAN_VAL
 from report import print_aligned
+from run import setup_device
 
 files = " ".join(LAFAN_VAL)  # which
 n_starts = 4  # motions of each file
@@ -58,6 +59,7 @@ def trial(robot, frames, planned):
 
 if __name__ == "__main__":
     settings, runs = configure(globals(), sys.argv[1:])
+    setup_device("cpu")
     torch.set_num_threads(1)
     unknown = set(files.split()) - set(LAFAN_VAL)
     if unknown:
