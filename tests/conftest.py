@@ -44,6 +44,7 @@ SMALL += ("--n_samples=3", "--log_interval=1", "--lr=1e-3", "--mc_samples=2")
 SMALL += ("--fsq_levels=4 4", "--batch_size=8", "--max_steps=6", "--eval_interval=3")
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets background jobs ignore it
 LETTERS = data.glyphs(n_train=2000, n_val=48)
 data.DATASETS["glyphs"] = lambda data_dir: LETTERS  # a tenth of them will do
 
