@@ -16,6 +16,7 @@ Letters: K plans, T steps of control in a plan, J = 19 joints.
 
 from configurator import UserError, configure  # isort: skip (first: it makes errors one line)
 
+import copy
 import os
 import sys
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class Plan:
     noise: float = 0.2  # radians, at the first update of a step; half of it at the next
     ess_target: float = 0.1  # effective sample size of the K weights, as a share of K
     eta: float = 0.0  # a fixed temperature of the weights; 0: solved for ess_target
+    substeps: int = 2  # of physics in a step of a plan: coarser than the SUBSTEPS of the robot
 
 
 def load_robot(path):
@@ -143,7 +145,8 @@ def follow(robot, frames, plan=None, seed=0, n_threads=1, progress=False):
     body, threads = mujoco.MjData(robot), [mujoco.MjData(robot) for _ in range(n_threads)]
     body.qpos[:], body.qvel[:] = reference.qpos[0], reference.velocity[0]
     mujoco.mj_forward(robot, body)
-    state = np.zeros(mujoco.mj_stateSize(robot, PHYSICS))
+    state, imagined = np.zeros(mujoco.mj_stateSize(robot, PHYSICS)), copy.copy(robot)
+    imagined.opt.timestep = STEP / p.substeps
     mean, done, ess = np.zeros((p.n_knots, 19)), [body.qpos.copy()], []
     for t in tqdm(range(last), disable=None if progress else True):
         rows = np.minimum(t + 1 + np.arange(p.horizon), last)  # (T,)
@@ -152,11 +155,11 @@ def follow(robot, frames, plan=None, seed=0, n_threads=1, progress=False):
             extra = rng.standard_normal((p.n_samples, *mean.shape)) * p.noise / 2**update
             extra[0] = 0  # the last plan itself
             targets = reference.frames[rows, 7:] + basis @ (mean + extra)  # (K, T, J)
-            controls = np.zeros((p.n_samples, p.horizon * SUBSTEPS, 19))
-            controls[..., joints] = targets.repeat(SUBSTEPS, axis=1)
+            controls = np.zeros((p.n_samples, p.horizon * p.substeps, 19))
+            controls[..., joints] = targets.repeat(p.substeps, axis=1)
             start = np.tile(state, (p.n_samples, 1))
-            states, _ = rollout.rollout(robot, threads, start, controls)
-            reward = reference.reward(states[:, SUBSTEPS - 1 :: SUBSTEPS], rows).unsqueeze(0)
+            states, _ = rollout.rollout(imagined, threads, start, controls)
+            reward = reference.reward(states[:, p.substeps - 1 :: p.substeps], rows).unsqueeze(0)
             log_q = torch.zeros_like(reward)  # the noise is Gaussian for all: only rewards count
             eta = p.eta or solve_eta(reward, log_q, 0.0, p.ess_target)
             log_w = log_weights(reward, log_q, eta, 0.0)  # (1, K)

@@ -37,7 +37,17 @@ from configurator import UserError, configure, settings_block
 from daps import draw
 from eval import load
 from models import AutoregressiveEncoder, Block, Sizes, sinusoids
-from motion import FRAMES, GROUND, LAFAN_VAL, frame_errors, ground_frame, quat_conj, quat_rotate
+from motion import (
+    COLUMNS,
+    FRAMES,
+    GROUND,
+    LAFAN_VAL,
+    ROWS,
+    frame_errors,
+    ground_frame,
+    quat_conj,
+    quat_rotate,
+)
 from prior import digest_of_model
 from report import save_picture
 from run import Log, StopSignal, check_same_run, load_checkpoint, restore, save, setup_device
@@ -60,6 +70,7 @@ path = ""  # no training, a command: straight, circle, square, figure8, still, o
 seconds = 10.0  # length of a command, unless its path is a file
 speed = 1.2  # m/s, along a path that is not a file
 guidance = 1.0  # 0: ignore all conditions; 1: p(z | conditions); above: more typical of them
+n_draws = 16  # codes per second, of which the one is kept that best continues and follows the path
 draw_seed = 0  # another number, another motion for the same command
 data_dir = ""  # where the data sets are; empty: the run's data_dir
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
@@ -149,14 +160,26 @@ def describe_window(window):
     return describe(window[:, :FRAMES], centre_of_mass(window[:, FRAMES:])[..., :2])
 
 
+def summary(poses, path, given):
+    """What a linear guess of the coming segment needs: poses of the last half second and the path,
+    in one of four blocks of a row, (N, 4 * 173), by whether history and path are given (N, 3)."""
+    poses, path = poses[:, [-1, -2, -4, -8, -16]].flatten(1), path[:, 3::4].flatten(1)
+    row = torch.cat([poses * given[:, :1], path * given[:, 1:2]], dim=1)
+    row = nn.functional.pad(row, (0, 1), value=1.0)  # (N, 173)
+    block = nn.functional.one_hot(given[:, 0] + 2 * given[:, 1].long(), 4).to(row)  # (N, 4)
+    return (block.unsqueeze(2) * row.unsqueeze(1)).flatten(1)
+
+
 class ConditionEncoder(nn.Module):
     """Conditions -> (N, 64, H), for the 32 frames up to now and the 32 that follow: embed, add up,
-    blocks, LayerNorm. A condition that is hidden is replaced by a learned embedding."""
+    blocks, LayerNorm. A condition that is hidden is replaced by a learned embedding. Row t also has
+    a linear guess of row t of what networks see of the coming segment, see motion.FeatureScale."""
 
     def __init__(self, sizes, n_text):
         super().__init__()
-        self.embed = nn.ModuleList(nn.Linear(n, sizes.width) for n in (28, 2, n_text))
+        self.embed = nn.ModuleList(nn.Linear(n, sizes.width) for n in (28, 2, n_text, COLUMNS))
         self.hidden = nn.Embedding(3, sizes.width)
+        self.guess = nn.Linear(4 * 173, ROWS * COLUMNS, bias=False)
         for key in ("mean", "std"):  # of poses and path: measured in training, then restored
             self.register_buffer(key, torch.full((28 + 4,), float(key == "std")))
         times = sinusoids(Sizes((), 2 * FRAMES, 0, sizes.width))
@@ -166,16 +189,20 @@ class ConditionEncoder(nn.Module):
 
     def forward(self, x):
         poses, path, words, given = x  # (N, 32, 28), (N, 64, 2), (N, n_text), (N, 3) bool
-        rows = torch.cat([poses, *path.chunk(2, dim=1)], dim=2)  # (N, 32, 32)
-        poses, *path = ((rows - self.mean) / self.std).split((28, 2, 2), dim=2)
-        path = torch.cat(path, dim=1)  # (N, 64, 2)
+        poses, path = self.standardise(poses, path)
+        guess = self.guess(summary(poses, path, given)).unflatten(1, (ROWS, COLUMNS))
         parts = []  # (N, 32, H), (N, 64, H), (N, 1, H)
         for i, part in enumerate((poses, path, words.unsqueeze(1))):
             seen = given[:, i].view(-1, 1, 1)
             parts.append(torch.where(seen, self.embed[i](part), self.hidden.weight[i]))
         poses, path, words = parts
         frames = nn.functional.pad(poses, (0, 0, 0, FRAMES)) + path + words  # (N, 64, H)
-        return self.norm(self.blocks(frames + self.times))
+        return self.norm(self.blocks(frames + self.embed[3](guess) + self.times))
+
+    def standardise(self, poses, path):
+        rows = torch.cat([poses, *path.chunk(2, dim=1)], dim=2)  # (N, 32, 32)
+        poses, *path = ((rows - self.mean) / self.std).split((28, 2, 2), dim=2)
+        return poses, torch.cat(path, dim=1)  # (N, 64, 2)
 
 
 class Policy(AutoregressiveEncoder):
@@ -189,13 +216,25 @@ class Policy(AutoregressiveEncoder):
         self.vectors, self.text_encoder = vectors, text_encoder
 
     @torch.no_grad()
-    def prepare(self, windows, table):
-        """Before training: the scale of poses and path in windows (n, 64, 26), and tokens that are
-        alike where the autoencoder's decoder, with its table (V, H), makes them alike."""
-        poses, path = describe_window(windows)
+    def prepare(self, windows, scale, table):
+        """Before training: the scale of poses and path in windows (n, 64, 26); the linear guess, by
+        ridge regression; and tokens that are alike where the autoencoder's decoder, with its table
+        (V, H), makes them alike."""
+        net, (poses, path) = self.patch_encoder, describe_window(windows)
         rows = torch.cat([poses, *path.chunk(2, dim=1)], dim=2).flatten(0, 1)
-        self.patch_encoder.mean.copy_(rows.mean(dim=0))
-        self.patch_encoder.std.copy_(rows.std(dim=0).clamp_min(0.01))
+        net.mean.copy_(rows.mean(dim=0))
+        net.std.copy_(rows.std(dim=0).clamp_min(0.01))
+        poses, path = net.standardise(poses, path)
+        y = scale(windows[:, FRAMES - 1 : -1].float()).flatten(1).double()  # (n, 384)
+        gram, product = (
+            torch.zeros(2 * (4 * 173,)).double(),
+            torch.zeros(4 * 173, y.size(1)).double(),
+        )
+        for given in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            x = summary(poses, path, torch.tensor([given]).bool().expand(len(y), 2)).double()
+            gram, product = gram + x.T @ x, product + x.T @ y
+        ridge = 100 * torch.eye(len(gram)).double()
+        net.guess.weight.copy_(torch.linalg.solve(gram + ridge, product).T)
         if table is not None and table.shape == self.tokens.head.weight.shape:
             table = (table - table.mean(dim=0)) / table.std() * table.size(1) ** -0.5
             self.tokens.embed.weight[:-1] = table
@@ -217,10 +256,10 @@ class Policy(AutoregressiveEncoder):
 
     @torch.no_grad()
     def act(self, x, noise, guidance=1.0):
-        """Codes (N, B) under conditions x, decided by noise (N, 1, B)."""
+        """Codes (N, K, B) under conditions x, decided by noise of that shape."""
         memory = self.patch_encoder(x)
         if guidance == 1:
-            return self.sample(memory, noise).squeeze(1)
+            return self.sample(memory, noise)
         nothing = self.patch_encoder((*x[:3], torch.zeros_like(x[3])))
 
         def choose(logits, u):  # one token for both, with conditions and without
@@ -229,13 +268,14 @@ class Policy(AutoregressiveEncoder):
             return torch.cat([z, z])
 
         z = self.sample(torch.cat([memory, nothing]), torch.cat([noise, noise]), choose)
-        return z[: len(memory)].squeeze(1)
+        return z[: len(memory)]
 
-    def rollout(self, history, words="", path=None, n=300, guidance=1.0, seed=0):
+    def rollout(self, history, words="", path=None, n=300, guidance=1.0, n_draws=1, seed=0):
         """The n frames (..., n, 26) that follow a history (..., 32, 26), and jumps (..., segments,
         2) as in joined(). path (..., n, 2): where the centre of mass shall be, in metres; path and
         frames are seen from where it is on the ground, x ahead. Without words or path, they are
-        hidden."""
+        hidden. For each segment n_draws codes are drawn, and one is kept: that which begins most
+        like the last frame and stays closest to the path, by the sum of the squared distances."""
         known = torch.as_tensor(history, dtype=torch.float64)
         shape, known = known.shape[:-2], known.reshape(-1, FRAMES, 26)
         known = seen_from(*start(known), known)
@@ -254,9 +294,16 @@ class Policy(AutoregressiveEncoder):
             error = centre_of_mass(last)[..., :2] - way[:, now : now + 1]  # (N, 1, 2)
             coming = way[:, now + 1 : now + 1 + FRAMES] + fade * error
             x = *describe(known[:, -FRAMES:], coming), vectors, given
-            noise = noise_for(ROLLOUT_NOISE, seed, i, N, self)
-            z = self.act([part.to(device) for part in x], noise, guidance)
-            segment, jump = joined(last, self.autoencoder.decode(z).mean)
+            noise = noise_for(ROLLOUT_NOISE, seed, i, N, self, n_draws)
+            z = self.act([part.to(device) for part in x], noise, guidance)  # (N, K, B)
+            segment = self.autoencoder.decode(z.flatten(0, 1)).mean
+            segment, jump = joined(last.repeat_interleave(n_draws, dim=0), segment)
+            cost = jump[:, 0].square()  # (N * K,)
+            if path is not None:
+                wanted = coming[:, : FRAMES - 1].repeat_interleave(n_draws, dim=0)
+                cost = cost + path_error(segment[:, 1:], wanted).square().mean(dim=1)
+            best = cost.view(N, n_draws).argmin(dim=1) + n_draws * torch.arange(N)
+            segment, jump = segment[best], jump[best]
             known = torch.cat([known, segment[:, 1:]], dim=1)
             jumps.append(jump)
         frames, jumps = known[:, FRAMES : FRAMES + n], torch.stack(jumps, dim=1)
@@ -371,10 +418,10 @@ def load_policy(out_dir, device="cpu"):
     return policy.to(device).eval().requires_grad_(False)
 
 
-def noise_for(stream, seed, step, n, policy, more=0):
-    """Noise (n, 1, B + more), see data.py."""
+def noise_for(stream, seed, step, n, policy, n_draws=1, more=0):
+    """Noise (n, n_draws, B + more), see data.py."""
     numbers = torch.arange(n, device=policy.tokens.positions.device)
-    return data.uniform_noise(stream, seed, step, numbers, (1, policy.n_tokens + more))
+    return data.uniform_noise(stream, seed, step, numbers, (n_draws, policy.n_tokens + more))
 
 
 def hidden(u, dropout):
@@ -415,7 +462,8 @@ def train(out_dir, model, clips, val_clips, size):
         step = saved["step"]
     else:
         table = model.decoder.embed  # FSQ has none
-        policy.prepare(clips.window(clips.some(1000)), None if table is None else table.weight)
+        table = None if table is None else table.weight
+        policy.prepare(clips.window(clips.some(8000)), model.decoder.scale, table)
     log, stop = Log(os.path.join(out_dir, "policy.jsonl"), step), StopSignal()
     bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None)
     while step < max_steps and not stop.number:
@@ -538,7 +586,7 @@ def obey(policy, out_dir, data_dir):
     way, n = read_path(path, speed, seconds) if path else None, max(2, round(seconds * FPS))
     policy.text_vectors([say])  # no file is read if the words are unknown
     history = find_history(say, way, data_dir)
-    frames, jumps = policy.rollout(history, say, way, n, guidance, draw_seed)
+    frames, jumps = policy.rollout(history, say, way, n, guidance, n_draws, draw_seed)
     if way is not None:
         error = path_error(frames, way)
         print(f"path error {error.mean():.1f} cm, at the end {error[-1]:.1f} cm")

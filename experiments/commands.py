@@ -18,10 +18,11 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
+from torch import nn
 
 from configurator import UserError, configure
-from data import DATA_DIR
-from motion import FRAMES, LAFAN_VAL, frame_errors, joint_positions
+from data import DATA_DIR, LAFAN_FILES, train_indices
+from motion import COLUMNS, FRAMES, LAFAN_VAL, ROWS, frame_errors, joint_positions, mirrored
 from policy import (
     FPS,
     SUBSETS,
@@ -42,6 +43,8 @@ from run import setup_device
 n_starts = 64  # rollouts
 n_segments = 10  # of each, 31 new frames long
 guidance = 1.0  # 0: ignore all conditions; 1: p(z | conditions); above: more typical of them
+n_draws = 16  # codes per second, of which the one is kept that best continues and follows the path
+n_classifier_steps = 1500  # of the network that tells whether what was said is recognised
 data_dir = ""  # where the data sets are; empty: the run's data_dir
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
 
@@ -79,7 +82,38 @@ def decoded(policy, window):
     return known[:, FRAMES:], torch.stack(jumps, dim=1)
 
 
-def judge(policy, clips):
+def train_classifier(scale, clips, n_steps):
+    """A network that tells motion types apart: frames (N, 32, 26) -> logits (N, types), trained on
+    real segments and their mirror images."""
+    names = sorted(set(clips.texts))
+    types = torch.tensor([names.index(text) for text in clips.texts])
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(ROWS * COLUMNS, 256), nn.ReLU(), nn.Dropout(0.5))
+    net.extend([nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, len(names))])
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=0.1)
+    for step in range(n_steps):
+        index = train_indices(len(clips.now), 0, step, 128)
+        x, y = clips.window(index)[:, FRAMES:], types[clips.clip[index]]
+        x = mirrored(x) if step % 2 else x
+        loss = nn.functional.cross_entropy(net(scale(x.float()).flatten(1)), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    net.eval()
+    return lambda frames: net(scale(frames.float()).flatten(1)), names
+
+
+@torch.no_grad()
+def recognised(classifier, frames, texts):
+    """Share of the seconds in frames (N, n, 26) whose type is recognised, in per cent."""
+    classify, names = classifier
+    seconds = frames.unfold(1, FRAMES, FRAMES).mT  # (N, seconds, 32, 26)
+    found = torch.stack([classify(x).argmax(dim=1) for x in seconds])  # (N, seconds)
+    true = torch.tensor([names.index(text) for text in texts]).unsqueeze(1)
+    return 100 * (found == true).double().mean()
+
+
+def judge(policy, clips, classifier):
     """{name: numbers of the table} of real, decoded and commanded motion, and the distance of two
     draws of one command in cm."""
     longest = (clips.ends[clips.clip] - clips.now).max().item() - 1
@@ -90,9 +124,10 @@ def judge(policy, clips):
     true = seen_from(*start(history), window)[:, FRAMES:]
     way = centre_of_mass(true)[..., :2]  # (N, n, 2)
     found = {"real": (true, torch.zeros(1, 1, 2)), "decoded": decoded(policy, window)}
-    found["commanded"] = policy.rollout(history, texts, way, guidance=guidance)
-    found["no path"] = policy.rollout(history, texts, n=n, guidance=guidance)
-    again, _ = policy.rollout(history, texts, way, guidance=guidance, seed=1)
+    options = dict(guidance=guidance, n_draws=n_draws)
+    found["commanded"] = policy.rollout(history, texts, way, **options)
+    found["no path"] = policy.rollout(history, texts, n=n, **options)
+    again, _ = policy.rollout(history, texts, way, **options, seed=1)
     columns = {}
     for name, (frames, jumps) in found.items():
         error, (cm, degrees) = path_error(frames, way), jumps.mean(dim=(0, 1))
@@ -100,6 +135,7 @@ def judge(policy, clips):
         columns[name] = {
             "path error after a second, cm": error[:, FRAMES - 2].mean(),
             f"  over {n / FPS:.1f} seconds, cm": error.mean(),
+            "what was said is recognised, %": recognised(classifier, frames, texts),
             "foot sliding, cm per step": foot_sliding(frames),
             "jump at joins, cm": cm,
             "jump at joins, degrees": degrees,
@@ -127,7 +163,10 @@ if __name__ == "__main__":
         uniform = policy.n_tokens * math.log2(policy.vocab_size)
         print(f"{out_dir}, step {policy.config['step']}: bits per code, {uniform:g} if uniform")
         print_aligned([list(bits), [f"{value:.1f}" for value in bits.values()]], n_left=0)
-        columns = judge(policy, clips)
+        scale = policy.autoencoder.decoder.scale
+        train_names = [name for name in LAFAN_FILES if name not in LAFAN_VAL]
+        classifier = train_classifier(scale, Clips(train_names, 1, folder), n_classifier_steps)
+        columns = judge(policy, clips, classifier)
         rows = [["", *columns]]
         for key in columns["real"]:
             values = [float(column[key]) for column in columns.values()]
