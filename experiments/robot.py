@@ -2,9 +2,11 @@
 
     python experiments/robot.py assets/lafan_daps --n_starts=16
 
-For each file, motions start at evenly spaced segments: as they are ("true"), and decoded from their
-codes by each run. Open loop is the joints' controllers alone, without plans. Each trial is a line
-in a file of results (--results); trials that are there are not repeated.
+For each file, motions start at evenly spaced segments: as they are ("true"), decoded from their
+codes by each run and, with --commanded=RUN, as the policy of a run writes them, given the second
+before, the path that was taken and what the file is called. Open loop is the joints' controllers
+alone, without plans. Each trial is a line in a file of results (--results); trials that are there
+are not repeated.
 """
 
 import json
@@ -21,10 +23,12 @@ from control import FALLEN, Plan, follow, load_robot, score
 from data import DATA_DIR, load_dataset
 from eval import load, reconstruct
 from motion import LAFAN_VAL
+from policy import centre_of_mass, load_policy, phrase, seen_from, start
 from report import print_aligned
 from run import setup_device
 
 files = " ".join(LAFAN_VAL)  # which
+commanded = ""  # a run with a policy, see policy.py
 n_starts = 4  # motions of each file
 seconds = 10.0  # of each motion
 n_samples = 64  # K, plans per update
@@ -37,16 +41,22 @@ data_dir = DATA_DIR  # with lafan1/h1 and lafan1/h1.xml
 PLANS = ("n_samples", "n_updates", "ess_target", "eta", "seed", "seconds")  # a trial's settings
 
 
-def motions(data, name, run):
-    """Start and frames (n, 26) of each motion of a file, decoded by a run if one is given."""
-    index, n = data.segments["val"].by_clip[LAFAN_VAL.index(name)], -(-int(30 * seconds) // 32)
+def motions(data, name, source):
+    """Start and frames (n, 26) of each motion of a file: true, decoded by a run, or commanded."""
+    segments, n = data.segments["val"], -(-int(30 * seconds) // 32)
+    index = segments.by_clip[LAFAN_VAL.index(name)][1:]  # the first second is a history
     for i in range(n_starts):
         first = i * (len(index) - n) // max(n_starts - 1, 1)
-        part, segments = index[first : first + n], data.segments["val"]
+        part = index[first : first + n]
         frames = segments.frames(part)
-        if run != "true":
-            frames = segments.to_world(reconstruct(load(run), data, part, "cpu")[1], part)
-        yield first, frames.flatten(0, 1)[: int(30 * seconds) + 1].double().numpy()
+        if source == "commanded":
+            history = segments.frames(part[:1] - 1)[0]
+            path = centre_of_mass(seen_from(*start(history), frames.flatten(0, 1)))[:, :2]
+            policy = load_policy(commanded)
+            frames, _ = policy.rollout(history, phrase(name), path, n_draws=16)
+        elif source != "true":
+            frames = segments.to_world(reconstruct(load(source), data, part, "cpu")[1], part)
+        yield first, frames.reshape(-1, 26)[: int(30 * seconds) + 1].double().numpy()
 
 
 def trial(robot, frames, planned):
@@ -73,11 +83,11 @@ if __name__ == "__main__":
         known = {json.dumps(row["key"]): row for row in map(json.loads, file)}
         lines = [("file", "motion", "control", "n", "upright", "seconds", "cm", "degrees")]
         for name in files.split():
-            for source in ("true", *runs):
+            for source in ("true", *runs, *(["commanded"] if commanded else [])):
                 for control in ("open loop", "planned"):
                     rows = []
-                    for start, frames in motions(data, name, source):
-                        key = [name, source, control, start, *shared]
+                    for first, frames in motions(data, name, source):
+                        key = [name, source, control, first, *shared]
                         if json.dumps(key) not in known:
                             row = {"key": key, **trial(robot, frames, control == "planned")}
                             print(json.dumps(row), file=file, flush=True)
