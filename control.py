@@ -51,7 +51,7 @@ PHYSICS = mujoco.mjtState.mjSTATE_FULLPHYSICS  # time, positions (26), velocitie
 class Plan:
     """How plans are made; found on training files, see docs/robot.md."""
 
-    n_samples: int = 64  # K
+    n_samples: int = 128  # K
     n_updates: int = 1  # times per step that plans are drawn and averaged
     horizon: int = 30  # T
     n_knots: int = 5  # of the splines
@@ -200,7 +200,7 @@ def score(done, wanted):
 if __name__ == "__main__":
     seconds = 10.0  # how much of the motion to follow
     start = 0.0  # second of the motion at which to start
-    n_samples = 64  # K, plans per update
+    n_samples = 128  # K, plans per update
     n_updates = 1  # times per step that plans are drawn and averaged
     seed = 0  # of the noise
     n_threads = os.cpu_count() or 1  # that simulate

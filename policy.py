@@ -29,7 +29,6 @@ import sys
 import torch
 from PIL import Image, ImageDraw
 from torch import nn
-from tqdm import tqdm
 
 import data
 import motion
@@ -50,7 +49,7 @@ from motion import (
 )
 from prior import digest_of_model
 from report import save_picture
-from run import Log, StopSignal, check_same_run, load_checkpoint, restore, save, setup_device
+from run import check_same_run, fit, load_checkpoint, restore, setup_device
 
 # ---------------------------------------------------------------------------------------------
 # Settings. Config files and --key=value override them; --help lists them.
@@ -452,52 +451,27 @@ def code_bits(policy, model, clips, index, *subsets):
 def train(out_dir, model, clips, val_clips, size):
     """Train a policy of this size to max_steps, from policy.pt if there is one; its curve, in bits
     per code, is in policy.jsonl. Codes are drawn from q each time they are seen."""
-    path, step, codes_of = os.path.join(out_dir, "policy.pt"), 0, digest_of_model(out_dir)
+    path = os.path.join(out_dir, "policy.pt")
     torch.manual_seed(seed)
     policy = Policy(**size).to(device)
-    optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
-    if os.path.exists(path):
-        saved = load_checkpoint(path)
-        restore(path, saved, model=policy, optimizer=optimizer)
-        step = saved["step"]
-    else:
+    if not os.path.exists(path):
         table = model.decoder.embed  # FSQ has none
         table = None if table is None else table.weight
         policy.prepare(clips.window(clips.some(8000)), model.decoder.scale, table)
-    log, stop = Log(os.path.join(out_dir, "policy.jsonl"), step), StopSignal()
-    bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None)
-    while step < max_steps and not stop.number:
-        rate = min(1.0, (step + 1) / 100) * (1 + math.cos(math.pi * step / max_steps)) / 2
-        optimizer.param_groups[0]["lr"] = lr * rate
+
+    def loss_at(step):
         rows = data.train_indices(len(clips.now), seed, step, batch_size)
         u = noise_for(TRAIN_NOISE, seed, step, batch_size, policy, more=1)  # (N, 1, B + 1)
         z, x = clips.examples(model, policy, rows, u[..., 1:])
         x[3] = ~hidden(u[:, 0, 0], dropout)
         (log_p,) = policy.score(policy.patch_encoder(x), z)  # (N, 1, B)
-        loss = -log_p.mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        bar.update()
-        if step % 50 == 0:
-            bits = loss.item() * policy.n_tokens / math.log(2)
-            log.add({"step": step, "split": "train", "bits": bits})
-            bar.set_postfix(bits=f"{bits:.1f}")
-        evaluating = step % eval_interval == 0 or step == max_steps
-        if evaluating:
-            (bits,) = code_bits(policy, model, val_clips, val_clips.some(256), (1, 1, 1))
-            log.add({"step": step, "split": "val", "bits": bits})
-            bar.write(f"step {step:6d}  val {bits:.1f} bits per code")
-        if evaluating or stop.number:
-            state = {"model": policy.state_dict(), "optimizer": optimizer.state_dict()}
-            save(path, state | dict(step=step, config=settings, size=size, codes_of=codes_of))
-    bar.close()
-    stop.release()
-    if stop.number:
-        print(f"stopped at step {step}; the same command continues from here")
-        sys.exit(128 + stop.number)
+        return -log_p.mean() * policy.n_tokens / math.log(2)
+
+    def validate():
+        return code_bits(policy, model, val_clips, val_clips.some(256), (1, 1, 1))[0]
+
+    saved = dict(size=size, codes_of=digest_of_model(out_dir))
+    fit(path, policy, settings, loss_at, validate, "{:.1f} bits per code", **saved)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
     python prior.py out/mnist_daps                train on the codes of a run, draw samples
     python prior.py out/mnist_daps --guidance=2   the prior is there: only draw samples
-    python prior.py out/mnist_daps --max_steps=250000 --batch_size=64 --lr=1e-4
-                                                  the authors' budget, for a GPU
 
     model, prior = load("out/mnist_daps"), load_prior("out/mnist_daps")
     images = model.decode(prior.sample(torch.tensor([3, 1, 4]))).mean
@@ -13,12 +11,10 @@ experiments/generation.py measures what a prior is worth.
 Letters: N codes in a batch, B tokens per code, V values per token, H width.
 """
 
-import math
 import os
 import sys
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from configurator import UserError, configure, settings_block
@@ -28,7 +24,7 @@ from flow import Flow, cross_entropy, spread
 from motion import FRAMES, film, joint_positions
 from plots import grid, images_per_row
 from report import save_picture
-from run import Log, StopSignal, check_same_run, load_checkpoint, restore, save, setup_device
+from run import check_same_run, fit, load_checkpoint, restore, setup_device
 
 # ---------------------------------------------------------------------------------------------
 # Settings. Config files and --key=value override them; --help lists them.
@@ -63,9 +59,8 @@ def load_codes(out_dir, model, data, search=0, seed=0, n_workers=0):
     """Codes (n, B), int16 if they fit, and labels (n,), 0 if there are none: z_train, y_train,
     z_val, y_val. They are drawn once, for image folders of one random crop each, and kept in
     codes_*.pt. With search, they are the best found in so many decodings."""
-    n, shape = data.n_train, (1, model.encoder.n_tokens)
+    n, shape, device = data.n_train, (1, model.encoder.n_tokens), next(model.parameters()).device
     dtype = torch.int16 if model.encoder.vocab_size <= 2**15 else torch.int32
-    device = next(model.parameters()).device
 
     def batches():
         steps, numbers, index = range(-(-n // BATCH)), torch.arange(BATCH), data.val_index()
@@ -79,8 +74,8 @@ def load_codes(out_dir, model, data, search=0, seed=0, n_workers=0):
         codes = {"z_train": [], "y_train": [], "z_val": [], "y_val": []}
         torch.manual_seed(seed)  # for the search
         for split, x, y, noise in tqdm(batches(), "codes", leave=False, disable=None):
-            options = {"search": search} if search else {"noise": noise}
-            z = model.encode(on_device(x, device), **options)  # what the prior learns
+            options = {"search": search} if search else {"noise": noise}  # what the prior learns
+            z = model.encode(on_device(x, device), **options)
             codes[f"z_{split}"].append(z.to("cpu", dtype))
             codes[f"y_{split}"].append(y)
         codes = {key: torch.cat(parts) for key, parts in codes.items()}
@@ -103,16 +98,9 @@ def load_prior(out_dir, device="cpu"):
 
 
 def train(out_dir, codes, size):
-    """Train a prior of this size to max_steps, from prior.pt if there is one; its curve is in
-    prior.jsonl."""
-    path, step, codes_of = os.path.join(out_dir, "prior.pt"), 0, digest_of_model(out_dir)
+    """Train a prior of this size to max_steps; its curve is in prior.jsonl."""
     torch.manual_seed(seed)
     prior = Flow(**size).to(device)
-    optimizer = torch.optim.AdamW(prior.parameters(), fused=True)
-    if os.path.exists(path):
-        saved = load_checkpoint(path)
-        restore(path, saved, model=prior, optimizer=optimizer)
-        step = saved["step"]
 
     def batch(split, rows, stream, seed, step):
         """Codes, times, labels, and noise that decides which labels are hidden, and z_t."""
@@ -121,42 +109,24 @@ def train(out_dir, codes, size):
         u = uniform_noise(stream, seed, step, numbers, (2 * prior.n_tokens + 2,))
         return z_1, spread(u[:, 0]), y, u[:, 1], u[:, 2:]
 
-    # Validation codes may be sorted by label: in random order, every label has all times.
-    order = torch.randperm(len(codes["z_val"]), generator=torch.Generator().manual_seed(0))
-    order = order[: 2**15 // prior.n_tokens]
-    log, stop = Log(os.path.join(out_dir, "prior.jsonl"), step), StopSignal()
-    bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None)
-    while step < max_steps and not stop.number:
-        rate = min(1.0, (step + 1) / 100) * (1 + math.cos(math.pi * step / max_steps)) / 2
-        optimizer.param_groups[0]["lr"] = lr * rate
+    def loss_at(step):
         rows = train_indices(len(codes["z_train"]), seed, step, batch_size)
         z_1, t, labels, u_label, u = batch("train", rows, FLOW_NOISE, seed, step)
         labels = torch.where(u_label < label_dropout, prior.n_labels, labels)
-        loss = cross_entropy(prior, z_1, t, labels, u)
-        loss.backward()
-        nn.utils.clip_grad_norm_(prior.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        bar.update()
-        if step % 50 == 0:
-            log.add({"step": step, "split": "train", "loss": loss.item()})
-            bar.set_postfix(loss=f"{loss.item():.3f}")
-        evaluating = step % eval_interval == 0 or step == max_steps
-        if evaluating:
-            z_1, t, labels, _, u = batch("val", order, FLOW_VAL_NOISE, 0, 0)
-            with torch.no_grad():
-                loss = cross_entropy(prior, z_1, t, labels, u).item()
-            log.add({"step": step, "split": "val", "loss": loss})
-            bar.write(f"step {step:6d}  val cross-entropy {loss:.4f} nats per token")
-        if evaluating or stop.number:
-            state = {"model": prior.state_dict(), "optimizer": optimizer.state_dict()}
-            save(path, state | dict(step=step, config=settings, size=size, codes_of=codes_of))
-    bar.close()
-    stop.release()
-    if stop.number:
-        print(f"stopped at step {step}; the same command continues from here")
-        sys.exit(128 + stop.number)
+        return cross_entropy(prior, z_1, t, labels, u)
+
+    # Validation codes may be sorted by label: in random order, every label has all times.
+    generator, n = torch.Generator().manual_seed(0), 2**15 // prior.n_tokens
+    order = torch.randperm(len(codes["z_val"]), generator=generator)[:n]
+
+    @torch.no_grad()
+    def validate():
+        z_1, t, labels, _, u = batch("val", order, FLOW_VAL_NOISE, 0, 0)
+        return cross_entropy(prior, z_1, t, labels, u).item()
+
+    form, saved = "cross-entropy {:.4f} nats per token", dict(size=size)
+    saved["codes_of"] = digest_of_model(out_dir)
+    fit(os.path.join(out_dir, "prior.pt"), prior, settings, loss_at, validate, form, **saved)
 
 
 def generate(prior, labels, guidance=1.0, n_steps=40, seed=0):

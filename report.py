@@ -42,8 +42,6 @@ COLUMNS = {  # the key in a row, and how it is printed; docs/logged_metrics.md e
     "searched degrees": ("search_degrees", "{:.2f}"),
     "ms/code": ("search_ms", "{:.1f}"),
 }
-
-
 WITH_SPREAD = ("beta_elbo", "log_px", "psnr", "fid", "cm", "degrees")
 
 
@@ -55,7 +53,6 @@ def report(runs, curves="out/curves.png", per_run=False, record=""):
     if any("pictures" in run for run in runs):
         print("pictures in each folder: reconstructions.png, samples.png, codes.png, curves.png")
     if len(runs) > 1:
-        folder = os.path.dirname(curves)
         logs = {label([r["row"]["run"] for r in g]): [r["log"] for r in g] for g in groups}
         save_picture(curves, draw_curves(logs))
         print(f"curves of all runs: {curves}")
@@ -63,8 +60,8 @@ def report(runs, curves="out/curves.png", per_run=False, record=""):
             firsts = [run for run, *_ in groups if name in run.get("pictures", {})]
             pages = {run["row"]["run"]: run["pictures"][name] for run in firsts}
             if pages:
-                save_picture(os.path.join(folder, name), stack(pages))
-                print(f"{name} of all runs: {os.path.join(folder, name)}")
+                save_picture(path := os.path.join(os.path.dirname(curves), name), stack(pages))
+                print(f"{name} of all runs: {path}")
     if record:
         kept = [run | {"config": run["config"] | NO_PATHS} for run in runs]
         write_lines(record, ({key: run[key] for key in RECORDED} for run in kept))
@@ -112,8 +109,7 @@ def summary(group):
 
 
 def print_table(rows):
-    """Print rows, with the columns that any of them has; mean +- standard deviation of a few. The
-    folder that all runs are in is left out."""
+    """Print rows, with the columns that any of them has, without the folder that all are in."""
     start = os.path.commonprefix([row["run"] for row in rows]).rfind("/") + 1 if rows[1:] else 0
     rows = [row | {"run": row["run"][start:]} for row in rows]
 
@@ -166,8 +162,7 @@ def save_picture(path, content):
 
 
 def export(out_dir, checkpoint, target):
-    """Save the model of a run without its optimizer, and its curves, for others to load: a third of
-    the size, and no path of this machine."""
+    """Save the model of a run for others, and its curves: no optimizer, no path of this machine."""
     saved = load_checkpoint(os.path.join(out_dir, f"{checkpoint}.pt"))
     saved.pop("optimizer", None)
     saved["config"] |= NO_PATHS

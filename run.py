@@ -7,6 +7,7 @@ is a dict of tensors and plain types, read with weights_only=True, which execute
 import ctypes
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ import time
 from contextlib import suppress
 
 import torch
+from torch import nn
+from tqdm import tqdm
 
 from configurator import UserError
 
@@ -62,8 +65,7 @@ def restore(path, saved, **parts):
 def check_same_run(path, now, then, may_differ, step):
     """A resumed run is the same run: refuse other settings, and fewer steps than it has made."""
     for key, new in now.items():
-        old = then.get(key, "none")
-        if key not in may_differ and old != new:
+        if key not in may_differ and (old := then.get(key, "none")) != new:
             raise UserError(f"{key} is {new!r}, but {path} has {old!r}; it must not change")
     if step > now["max_steps"]:
         raise UserError(f"{path} is at step {step}, past max_steps = {now['max_steps']}")
@@ -109,6 +111,42 @@ class StopSignal:
         """From now on, a signal ends the program."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def fit(path, net, settings, loss_at, validate, form, **saved):
+    """Train a prior or policy to max_steps, from the checkpoint at path if there is one. loss_at(
+    step) has a gradient, validate() is a number for the text `form`; a log of both is beside it."""
+    step, max_steps = 0, settings["max_steps"]
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    if os.path.exists(path):
+        step = (found := load_checkpoint(path))["step"]
+        restore(path, found, model=net, **({"optimizer": optimizer} if step < max_steps else {}))
+    log, stop = Log(os.path.splitext(path)[0] + ".jsonl", step), StopSignal()
+    bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None)
+    while step < max_steps and not stop.number:
+        rate = min(1.0, (step + 1) / 100) * (1 + math.cos(math.pi * step / max_steps)) / 2
+        optimizer.param_groups[0]["lr"] = settings["lr"] * rate
+        loss = loss_at(step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        bar.update()
+        if step % 50 == 0:
+            log.add({"step": step, "split": "train", "loss": loss.item()})
+        evaluating = step % settings["eval_interval"] == 0 or step == max_steps
+        if evaluating:
+            log.add({"step": step, "split": "val", "loss": (value := validate())})
+            bar.write(f"step {step:6d}  val {form.format(value)}")
+        if evaluating or stop.number:
+            state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+            save(path, state | dict(step=step, config=settings, **saved))
+    bar.close()
+    stop.release()
+    if stop.number:
+        print(f"stopped at step {step}; the same command continues from here")
+        sys.exit(128 + stop.number)
 
 
 def setup_device(device):

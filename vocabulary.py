@@ -25,8 +25,7 @@ def start_from_clusters(model, x, generator, entropy=1 / 3):
     clustered by k-means around V centres c_v. Logits become -s |h - c_v|^2 / 2, up to a constant,
     where s makes the mean entropy of a token this share of log V (for an autoregressive encoder,
     along codes drawn before the start). The decoder's vector of v becomes c_v, scaled to a mean
-    square of 1: similar patches are decoded alike. VQ-VAE begins in the same way.
-    """
+    square of 1, so that similar patches are decoded alike. VQ-VAE begins in the same way."""
     encoder, head, seen = model.encoder, model.encoder.head, []
     hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     noise = torch.rand(len(x), 1, encoder.n_tokens, generator=generator).to(x.device)
@@ -80,8 +79,7 @@ def split_values(model, optimizer, generator, rare=0.05, noise=0.2):
         source[v] = u = max(range(V), key=lambda i: count[i] / copies[i])
         copies[u] += 1
     model.decoder.usage.zero_()
-    spread = noise * table.std()
-    source, copies = torch.tensor([source, copies], device=table.device)
+    spread, (source, copies) = noise * table.std(), torch.tensor([source, copies]).to(table.device)
     tables = [encoder.head.bias, encoder.head.weight, table]
     tables += [encoder.tokens.embed.weight] if encoder.autoregressive else []
     for t in tables:
@@ -89,6 +87,6 @@ def split_values(model, optimizer, generator, rare=0.05, noise=0.2):
             if rows.dim():  # not the number of steps
                 rows[:V] = rows[source]
     encoder.head.bias.sub_(copies[source].log() / encoder.head.log_scale.exp())
-    extra = torch.randn(len(dead), table.size(1), generator=generator)
-    table[dead] += spread * extra.to(table.device)
+    extra = torch.randn(len(dead), table.size(1), generator=generator).to(table.device)
+    table[dead] += spread * extra
     return len(dead)
