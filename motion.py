@@ -248,13 +248,13 @@ BONES = [{"left": LEFT, "right": RIGHT}.get(name.split()[0], INK) for name, *_ i
 
 
 def draw_figure(pen, joints, left, top, size):
-    """One figure in a square of the page that spans 1.8 m: joints (20, 3) in metres around a point
+    """One figure in a square of the page that spans 2.1 m: joints (20, 3) in metres around a point
     on the ground, seen from ahead and to the side."""
     neck = joints[[12, 16]].mean(dim=0)  # between the shoulders, which are drawn attached to it
     head = neck + 0.15 * (neck - joints[0]) / (neck - joints[0]).norm().clamp_min(1e-6)
     x, y, z = torch.cat([joints, neck[None], head[None]]).unbind(dim=-1)  # (22,) each
-    across = left + size * (0.5 + (y - x) / 2**0.5 / 1.8)
-    down = top + size * (0.95 - (z + 0.12 * (x + y)) / 1.8)
+    across = left + size * (0.5 + (y - x) / 2**0.5 / 2.1)
+    down = top + size * (0.95 - (z + 0.12 * (x + y)) / 2.1)
     points = list(zip(across.tolist(), down.tolist(), strict=True))
     thickness = max(2, size // 40)
     pen.line([points[0], points[20]], INK, thickness)

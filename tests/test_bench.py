@@ -1,9 +1,12 @@
 """What a step costs, and what the gradient estimators are worth: the scripts in experiments/."""
 
+import math
+
+import pytest
 import torch
 from conftest import run
 
-from experiments import bench, bias
+from experiments import bench, bias, correlation
 
 
 def test_the_flops_of_a_step_are_those_counted_by_hand_and_grow_with_the_batch():
@@ -49,3 +52,12 @@ def test_rloo_is_unbiased_and_gumbel_softmax_is_not():
     assert in_errors["rloo, K = 2"] < 3 and in_errors["rloo, K = 8"] < 3
     assert in_errors["gumbel, tau = 1.0"] > 10 and in_errors["gumbel, tau = 0.5"] > 5
     assert table["grmck, tau = 0.5, M = 100"][2] < table["gumbel, tau = 0.5"][2]  # deviations
+
+
+def test_the_total_correlation_is_that_of_a_token_which_repeats_another_and_of_independent_ones():
+    first = torch.zeros(4, 4)  # z_1 is uniform, whatever was drawn
+    copy, free = 100 * torch.eye(4), torch.tensor([0.0, 0.0, -100.0, -100.0]).expand(4, 4)
+    for second, marginal, tc in ((copy, math.log(4), math.log(4)), (free, math.log(2), 0.0)):
+        total, joint = correlation.entropies(torch.stack([first, second], dim=1))
+        assert total.item() == pytest.approx(math.log(4) + marginal)
+        assert (total - joint).item() == pytest.approx(tc, abs=1e-9)

@@ -43,7 +43,7 @@ def test_the_robot_s_links_are_where_motion_py_has_them(robot):
 
 
 def test_a_robot_in_a_standing_pose_stands_for_five_seconds(robot):
-    done, wanted, _ = control.follow(robot, standing(151), control.Plan(n_samples=24))
+    done, wanted, _ = control.follow(robot, standing(151), control.Plan(n_samples=48))
     seconds, cm, degrees = control.score(done, wanted)
     assert seconds == pytest.approx(5.0) and cm < 40 and degrees < 20
 

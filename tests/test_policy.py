@@ -122,6 +122,37 @@ def test_with_perfect_codes_a_rollout_is_the_motion_itself_and_sees_what_trainin
         torch.testing.assert_close(path[:, :63], expected[1][:, :63], atol=1e-5, rtol=0)
 
 
+def test_of_several_draws_the_one_is_kept_that_continues_and_follows_the_path(policy):
+    frames = torch.from_numpy(motion_frames(FRAMES + 31)).unsqueeze(0)
+    true = seen_from(*start(frames[:, :FRAMES]), frames)[:, FRAMES:]
+    way, segment = centre_of_mass(true)[..., :2], frames[:, FRAMES - 1 :]
+    bent = segment + 0.4 * (torch.arange(26) > 6)  # joints that do not continue the last frame
+    away = segment.clone()
+    away[..., 0] += torch.linspace(0, 2, FRAMES)  # which the path does not ask for
+    draws = torch.cat([bent, away, segment, away])
+    policy.act = lambda x, noise, guidance: noise
+    policy.autoencoder.decode = lambda z: SimpleNamespace(mean=draws)
+    ours, _ = policy.rollout(frames[:, :FRAMES], "walk", way, n_draws=4)
+    torch.testing.assert_close(ours, true)
+
+
+def test_the_guess_is_a_ridge_regression_for_each_way_to_hide_history_and_path(policy):
+    windows = torch.from_numpy(np.stack([motion_frames(64, i) for i in range(40)]))
+    scale, net = policy.autoencoder.decoder.scale, policy.patch_encoder
+    policy.prepare(windows, scale, None)
+    poses, path = net.standardise(*describe_window(windows))
+    past = poses[:, [31, 30, 28, 24, 16]].flatten(1), path[:, 3::4].flatten(1)
+    y = scale(windows[:, 31:63].float()).flatten(1).double()
+    for given in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        parts = [part.double() for part, seen in zip(past, given, strict=True) if seen]
+        x = torch.cat([*parts, torch.ones(40, 1).double()], dim=1)
+        weights = torch.linalg.solve(x.T @ x + 100 * torch.eye(x.size(1)).double(), x.T @ y)
+        ours = net.guess(
+            script.summary(poses, path, torch.tensor([[*given, 0]]).bool().expand(40, 3))
+        )
+        torch.testing.assert_close(ours.double(), x @ weights, atol=1e-4, rtol=1e-4)
+
+
 def test_a_rollout_is_exact_under_a_seed_and_depends_on_the_command(policy):
     history, way = motion_frames(FRAMES), torch.zeros(40, 2)
     frames, jumps = policy.rollout(history, "walk", way)
