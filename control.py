@@ -3,6 +3,7 @@
     pip install -r requirements-robot.txt
     python control.py out/lafan_daps/motion.csv --seconds=10
     python control.py ~/.cache/daps/lafan1/h1/walk1_subject1.csv --start=20
+    MUJOCO_GL=egl python control.py out/lafan_daps/motion.csv  # solid figures; or osmesa
 
 Every 20 ms, K plans for the next 0.6 s are drawn around the last one: targets of the joints'
 controllers, which are those of the motion plus splines with Gaussian noise. Each is simulated and
@@ -21,15 +22,31 @@ import os
 import sys
 from dataclasses import dataclass
 
-import mujoco
 import numpy as np
 import torch
-from mujoco import rollout
+from PIL import Image
 from tqdm import tqdm
+
+try:
+    import mujoco
+    from mujoco import rollout
+except ModuleNotFoundError:
+    raise
+except Exception:  # of one kind or another, where it cannot draw
+    found = os.environ.get("MUJOCO_GL")
+    raise UserError(f"MUJOCO_GL={found} does not work here: leave it unset, or try egl") from None
 
 from daps import ess_ratio, log_weights, solve_eta
 from data import DATA_DIR
-from motion import frame_errors, frames_to_csv, joint_positions, read_motion, side_by_side
+from motion import (
+    BONES,
+    INK,
+    frame_errors,
+    frames_to_csv,
+    joint_positions,
+    read_motion,
+    side_by_side,
+)
 from report import save_picture
 from run import setup_device, write
 
@@ -45,6 +62,21 @@ GAINS = {  # stiffness (N m / rad) and damping (N m s / rad) of the joints' cont
     "elbow": (200, 4),
 }
 PHYSICS = mujoco.mjtState.mjSTATE_FULLPHYSICS  # time, positions (26), velocities (25)
+STAGE = """<mujoco>
+  <visual><headlight ambient="0.5 0.5 0.5" diffuse="0.3 0.3 0.3"/></visual>
+  <asset>
+    <texture type="skybox" builtin="flat" rgb1="1 1 1" width="8" height="48"/>
+    <texture name="squares" type="2d" builtin="checker" rgb1="0.6 0.63 0.65" rgb2="0.66 0.68 0.7"
+      width="64" height="64"/>
+    <material name="floor" texture="squares" texuniform="true" texrepeat="0.5 0.5"/>
+  </asset>
+  <worldbody><geom type="plane" size="0 0 1" material="floor"/></worldbody>
+</mujoco>"""
+ENDS = {  # capsules that end a limb: from, to (metres), radius
+    "ankle": [(-0.04, 0, -0.04, 0.14, 0, -0.04, 0.04)],
+    "elbow": [(0, 0, 0, 0.25, 0, -0.03, 0.04)],
+    "torso": [(0, 0, 0.05, 0, 0, 0.4, 0.08), (0, 0, 0.58, 0, 0, 0.63, 0.09)],  # and the head
+}
 
 
 @dataclass
@@ -197,6 +229,41 @@ def score(done, wanted):
     return (len(done) - 1) * STEP, cm.item(), degrees.item()
 
 
+def figure(path, opacity):
+    """The robot with limbs to be seen: capsules from joint to joint, left blue, right orange."""
+    spec = mujoco.MjSpec.from_file(path)
+    for body, color in zip(spec.bodies[1:], (INK, *BONES), strict=True):
+        limbs = [(0, 0, 0, *child.pos, 0.045) for child in body.bodies if child.pos.any()]
+        limbs += [limb for part, ends in ENDS.items() if part in body.name for limb in ends]
+        for *ends, radius in limbs:
+            geom = body.add_geom(type=mujoco.mjtGeom.mjGEOM_CAPSULE, fromto=ends)
+            geom.size, geom.rgba = [radius, 0, 0], [*np.divide(color, 255), opacity]
+    return spec
+
+
+def rendered(path, done, wanted, size=256):
+    """The images of an animation: the robot's frames (n, 26) and, translucent, the motion's."""
+    stage, camera = mujoco.MjSpec.from_string(STAGE), mujoco.MjvCamera()
+    for name, opacity in (("robot ", 1.0), ("motion ", 0.3)):
+        stage.attach(figure(path, opacity), prefix=name, frame=stage.worldbody.add_frame())
+    light = stage.body("robot pelvis").add_light(pos=[0, 0, 4], dir=[0, 0, -1])
+    light.mode = mujoco.mjtCamLight.mjCAMLIGHT_TRACKCOM
+    light.type = mujoco.mjtLightType.mjLIGHT_DIRECTIONAL
+    camera.distance, camera.azimuth, camera.elevation = 3.0, 135, -12
+    stage, pages = stage.compile(), []
+    bodies = mujoco.MjData(stage)
+    with mujoco.Renderer(stage, size, size) as renderer:
+        for pair in zip(to_qpos(done), to_qpos(wanted), strict=True):
+            bodies.qpos[:] = np.concatenate(pair)
+            mujoco.mj_forward(stage, bodies)
+            camera.lookat[:] = *pair[0][:2], 0.85
+            renderer.update_scene(bodies, camera)
+            page = Image.fromarray(renderer.render())
+            palette = pages[0] if pages else page.quantize(48)  # one for all: nothing flickers
+            pages.append(page.quantize(palette=palette, dither=Image.Dither.NONE))
+    return pages
+
+
 if __name__ == "__main__":
     seconds = 10.0  # how much of the motion to follow
     start = 0.0  # second of the motion at which to start
@@ -225,7 +292,10 @@ if __name__ == "__main__":
     out_dir = out_dir or os.path.dirname(paths[0]) or "."
     done, wanted = (resample(frames, 50, 30) for frames in (done, wanted))
     write(os.path.join(out_dir, "robot.csv"), frames_to_csv(done))
-    figures = torch.from_numpy(wanted), torch.from_numpy(done)
-    pages = side_by_side(*figures, labels=("motion", "robot"))
+    if os.environ.get("MUJOCO_GL"):
+        pages = rendered(model, done, wanted)
+    else:
+        figures = torch.from_numpy(wanted), torch.from_numpy(done)
+        pages = side_by_side(*figures, labels=("motion", "robot"))
     save_picture(os.path.join(out_dir, "robot.gif"), pages)
     print(f"in {out_dir}: robot.gif, robot.csv")

@@ -5,7 +5,8 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import assert_one_line, motion_frames, run_here
+from conftest import assert_one_line, motion_frames, run, run_here
+from PIL import Image
 
 from motion import frames_to_csv, joint_positions, read_motion
 
@@ -86,3 +87,20 @@ def test_it_writes_what_the_robot_did_and_refuses_what_is_no_motion(tmp_path):
         assert_one_line(run_here("control.py", path, *options), message)
     assert_one_line(run_here("control.py", path, "--model=none.xml"), "none.xml is missing")
     assert_one_line(run_here("control.py"), "name one motion")
+
+
+def test_a_film_is_rendered_where_mujoco_can_draw(tmp_path):
+    path = tmp_path / "motion.csv"
+    path.write_text(frames_to_csv(torch.from_numpy(standing(10))))
+    command = ("control.py", path, f"--model={MODEL}", "--n_samples=4", "--seconds=0.1")
+    found = run(*command, MUJOCO_GL="pencil").stderr
+    assert found.startswith("error: MUJOCO_GL=pencil does not work here") and found.count("\n") == 1
+    done = run(*command, MUJOCO_GL="egl")
+    if "does not work here" in done.stderr:
+        pytest.skip("EGL does not work here")
+    with Image.open(tmp_path / "robot.gif") as film:
+        assert film.n_frames == 4
+        page = np.asarray(film.convert("RGB"), dtype=int)
+    red, _, blue = page.reshape(-1, 3).T
+    assert page.shape == (256, 256, 3) and 0.01 < (blue - red > 60).mean() < 0.1  # left limbs
+    assert 0.01 < (red - blue > 60).mean() < 0.1  # right limbs
