@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# CIFAR-10, 1,500 steps of 32 images, and 10,000 for four runs, 576 bits. SEEDS="0 1" for two seeds.
+# CIFAR-10, 1,500 steps of 32 images, and 10,000 for six runs, 576 bits. SEEDS="0 1" for two seeds.
 cd "$(dirname "$0")/.."
 . experiments/run.bash
 
@@ -14,11 +14,16 @@ for seed in ${SEEDS:-0}; do
   cifar daps_na_ess_0.75 daps_na 4e-3 $ours --ess_target=0.75
   cifar gumbel_na $gumbel
   cifar vqvae vqvae 1e-3
+  cifar vqvae_slow_3e-3 vqvae 3e-3 --encoder_lr=0.1
+  for lr in 3e-4 1e-3 3e-3; do cifar "fsq_$lr" fsq "$lr"; done
+  for lr in 3e-3 6e-3; do cifar "fsq_slow_$lr" fsq "$lr" --encoder_lr=0.1; done
   cifar daps daps 4e-3 $ours
   long="--max_steps=10000 --eval_interval=500"
   cifar daps_na_10000 daps_na 4e-3 $ours $long
   cifar daps_na_ess_0.75_10000 daps_na 4e-3 $ours $long --ess_target=0.75
   cifar gumbel_na_10000 $gumbel $long
+  cifar vqvae_slow_10000 vqvae 3e-3 $long --encoder_lr=0.1
+  cifar fsq_slow_10000 fsq 6e-3 $long --encoder_lr=0.1
   cifar plain_10000 daps_na 2e-3 $long
   cifar no_scale daps_na 4e-3 $ours --scale_lr=0
   cifar gumbel_na_no_scale $gumbel --scale_lr=0
