@@ -3,7 +3,7 @@
     pip install -r requirements-robot.txt
     python control.py out/lafan_daps/motion.csv --seconds=10
     python control.py ~/.cache/daps/lafan1/h1/walk1_subject1.csv --start=20
-    MUJOCO_GL=egl python control.py out/lafan_daps/motion.csv  # solid figures; or osmesa
+    MUJOCO_GL=egl python control.py out/lafan_daps/motion.csv  # solid figures; or MUJOCO_GL=osmesa
 
 Every 20 ms, K plans for the next 0.6 s are drawn around the last one: targets of the joints'
 controllers, which are those of the motion plus splines with Gaussian noise. Each is simulated and
@@ -93,14 +93,23 @@ class Plan:
     substeps: int = 2  # of physics in a step of a plan: coarser than the SUBSTEPS of the robot
 
 
+def read_model(path):
+    """The published model of the H1, without its shapes: their meshes are files of their own."""
+    try:
+        spec = mujoco.MjSpec.from_file(path)
+    except ValueError as error:
+        raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
+    for part in (*spec.geoms, *spec.meshes):
+        spec.delete(part)
+    return spec
+
+
 def load_robot(path):
-    """The published model of the H1 with a floor, four round points under each foot, and position
-    controllers within the motors' limits. Nothing but feet and floor can touch."""
-    spec = mujoco.MjSpec.from_file(path)
+    """The model with a floor, four round points under each foot, and position controllers within
+    the motors' limits. Nothing but feet and floor can touch."""
+    spec = read_model(path)
     spec.option.timestep = STEP / SUBSTEPS
     spec.option.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
-    for geom in spec.geoms:
-        geom.contype = geom.conaffinity = 0
     plane, sphere = mujoco.mjtGeom.mjGEOM_PLANE, mujoco.mjtGeom.mjGEOM_SPHERE
     spec.worldbody.add_geom(type=plane, size=[0, 0, 1], contype=0, conaffinity=1)
     for body in (spec.body("left_ankle_link"), spec.body("right_ankle_link")):
@@ -213,6 +222,8 @@ def read_checked(path, robot):
         frames = read_motion(path)
     except ValueError as error:
         raise UserError(f"{path} is not a table of numbers ({error})") from None
+    except OSError:
+        raise UserError(f"{path} cannot be read: is it there?") from None
     if frames.shape[1] != 26 or len(frames) < 2 or not np.isfinite(frames).all():
         found = f"{path} has {frames.shape[0]} rows of {frames.shape[1]} numbers"
         raise UserError(f"{found}; must be two or more rows of 26, all finite, as in LAFAN1")
@@ -230,8 +241,8 @@ def score(done, wanted):
 
 
 def figure(path, opacity):
-    """The robot with limbs to be seen: capsules from joint to joint, left blue, right orange."""
-    spec = mujoco.MjSpec.from_file(path)
+    """The robot with visible limbs: capsules from joint to joint, left blue, right orange."""
+    spec = read_model(path)
     for body, color in zip(spec.bodies[1:], (INK, *BONES), strict=True):
         limbs = [(0, 0, 0, *child.pos, 0.045) for child in body.bodies if child.pos.any()]
         limbs += [limb for part, ends in ENDS.items() if part in body.name for limb in ends]
@@ -271,16 +282,23 @@ if __name__ == "__main__":
     n_updates = 1  # times per step that plans are drawn and averaged
     seed = 0  # of the noise
     n_threads = os.cpu_count() or 1  # that simulate
-    model = os.path.join(DATA_DIR, "lafan1", "h1.xml")  # MJCF of the robot, published by Unitree
+    model = os.path.join(DATA_DIR, "lafan1", "h1.xml")  # of the robot, see docs/robot.md
     out_dir = ""  # where robot.gif and robot.csv go; empty: beside the motion
 
     settings, paths = configure(globals(), sys.argv[1:])
-    if len(paths) != 1 or min(seconds, n_samples - 1, n_updates, n_threads) <= 0 or start < 0:
+    if len(paths) != 1 or min(seconds, n_samples - 1, n_updates, n_threads) <= 0:
         raise UserError("name one motion (*.csv); seconds, n_samples (2 or more) must be positive")
+    if min(start, seed) < 0:
+        raise UserError(f"start is {start}, seed {seed}: must be zero or more")
     setup_device("cpu")
     if not os.path.exists(model := os.path.expanduser(model)):
-        raise UserError(f"{model} is missing: set --model to the MJCF file of Unitree's H1")
+        raise UserError(f"{model} is missing: docs/robot.md says where to get it; or set --model")
     robot = load_robot(model)
+    if renderer := os.environ.get("MUJOCO_GL"):
+        try:
+            mujoco.Renderer(robot, 8, 8).close()
+        except Exception:
+            raise UserError(f"MUJOCO_GL={renderer} cannot draw here: leave it unset") from None
     frames = read_checked(paths[0], robot)[round(30 * start) :][: round(30 * seconds) + 1]
     if len(frames) < 2:
         raise UserError(f"start is {start}, must be before the end of {paths[0]}")
@@ -292,7 +310,7 @@ if __name__ == "__main__":
     out_dir = out_dir or os.path.dirname(paths[0]) or "."
     done, wanted = (resample(frames, 50, 30) for frames in (done, wanted))
     write(os.path.join(out_dir, "robot.csv"), frames_to_csv(done))
-    if os.environ.get("MUJOCO_GL"):
+    if renderer:
         pages = rendered(model, done, wanted)
     else:
         figures = torch.from_numpy(wanted), torch.from_numpy(done)

@@ -118,8 +118,8 @@ def joint_positions(frames):
 def frame_errors(true, decoded):
     """Mean errors of frames (N, n, 26): of joints in cm (N,), of joint angles in degrees (N,)."""
     distance = (joint_positions(true) - joint_positions(decoded)).norm(dim=-1)  # (N, n, 20)
-    angle = (true[..., 7:] - decoded[..., 7:]).abs()  # (N, n, 19)
-    angle = torch.minimum(angle, 2 * math.pi - angle) * 180 / math.pi
+    turn = (true - decoded)[..., 7:] + math.pi  # (N, n, 19)
+    angle = (turn.remainder(2 * math.pi) - math.pi).abs() * 180 / math.pi
     return 100 * distance.mean(dim=(1, 2)), angle.mean(dim=(1, 2))
 
 
@@ -143,9 +143,9 @@ def relative_frames(frames):
     q = nn.functional.normalize(frames[..., 3:7], dim=-1).roll(1, -1)  # w first
     root, q = quat_rotate(back, frames[..., :3] - point), quat_mul(back, q)
     # A rotation has two quaternions: w >= 0 in the first frame, then no jumps.
-    flips = (q[..., 1:, :] * q[..., :-1, :]).sum(dim=-1, keepdim=True).sign()
-    first = torch.where(q[..., :1, :1] < 0, -1.0, 1.0).to(q)
-    q = q * torch.cat([first, flips], dim=-2).cumprod(dim=-2)
+    steps = (q[..., 1:, :] * q[..., :-1, :]).sum(dim=-1, keepdim=True)
+    signs = torch.where(torch.cat([q[..., :1, :1], steps], dim=-2) < 0, -1.0, 1.0)
+    q = q * signs.to(q).cumprod(dim=-2)
     return torch.cat([root, q.roll(-1, -1), angles], dim=-1)
 
 
@@ -162,11 +162,11 @@ class Segments:
     """Segments of 32 frames that start every `stride` frames of each clip; none spans two clips.
     segments[index] are relative to their origins, (N, 32, 26) float64."""
 
-    def __init__(self, clips, stride):  # clips: the frames of each file
+    def __init__(self, clips, stride, length=FRAMES):  # clips: the frames of each file
         self.clips = torch.cat([torch.as_tensor(clip) for clip in clips])  # (n, 26)
         starts, n = [], 0
         for clip in clips:
-            starts.append(torch.arange(n, n + len(clip) - FRAMES + 1, stride))
+            starts.append(torch.arange(n, n + len(clip) - length + 1, stride))
             n += len(clip)
         self.starts = torch.cat(starts)  # the first frame of each segment
         self.by_clip = torch.arange(len(self.starts)).split([len(part) for part in starts])

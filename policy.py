@@ -16,7 +16,7 @@ The network is the autoregressive encoder of models.py, which reads conditions i
     words     what the file is called: walk, run, fall and get up, ...
 
 Positions are seen from now: from the point on the ground below the pelvis, x ahead. The code is
-that of the segment that begins with now. So its first frame is known, and continues the last.
+that of the segment whose first frame is now, so only 31 of its frames are new.
 
 Letters: N examples in a batch, B tokens per code, V values per token, H width.
 """
@@ -36,17 +36,7 @@ from configurator import UserError, configure, settings_block
 from daps import draw
 from eval import load
 from models import AutoregressiveEncoder, Block, Sizes, sinusoids
-from motion import (
-    COLUMNS,
-    FRAMES,
-    GROUND,
-    LAFAN_VAL,
-    ROWS,
-    frame_errors,
-    ground_frame,
-    quat_conj,
-    quat_rotate,
-)
+from motion import COLUMNS, FRAMES, GROUND, LAFAN_VAL, ROWS, ground_frame, quat_conj, quat_rotate
 from prior import digest_of_model
 from report import save_picture
 from run import check_same_run, fit, load_checkpoint, restore, setup_device
@@ -74,9 +64,9 @@ draw_seed = 0  # another number, another motion for the same command
 data_dir = ""  # where the data sets are; empty: the run's data_dir
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
 # ---------------------------------------------------------------------------------------------
-# the robot
+# the robot's centre of mass; segments, one after the other
 
-FPS, TOP_SPEED = 30, 8.0  # frames per second; m/s that nobody exceeds
+FPS, TOP_SPEED = 30, 8.0  # frames per second; m/s that a path may ask for
 BLEND = 8  # frames in which a segment drops what is left of the one before
 TRAIN_NOISE, VAL_NOISE, ROLLOUT_NOISE = 19, 20, 21  # streams of randomness, next to prior.py's
 
@@ -124,14 +114,14 @@ def seen_from(point, heading, frames):
 
 def joined(last, segment):
     """A decoded segment (N, 32, 26) that should begin with the frame last (N, 1, 26), placed there.
-    Where its first frame differs, the difference fades in BLEND frames. Also its size before: mean
-    distance of joints in cm, of joint angles in degrees, (N, 2)."""
+    What is left of the difference to its first frame fades in BLEND frames. Also returns how large
+    it was: mean distance of joints in cm, of joint angles in degrees, (N, 2)."""
     segment = placed(motion.relative_frames(segment), *ground_frame(last))
     # A rotation has two quaternions: take the ones near that of the last frame.
     near = (last * segment[:, :1])[..., 3:7].sum(dim=-1, keepdim=True) >= 0
     segment[..., 3:7] *= torch.where(near, 1.0, -1.0)
     first = segment[:, :1].clone()
-    jump = torch.stack(frame_errors(last, first), dim=1)
+    jump = torch.stack(motion.frame_errors(last, first), dim=1)
     fade = (1 - torch.arange(FRAMES).double() / BLEND).clamp_min(0).view(-1, 1)  # (32, 1)
     segment += fade.square() * (3 - 2 * fade) * (last - first)
     segment[..., 3:7] = nn.functional.normalize(segment[..., 3:7], dim=-1)
@@ -144,14 +134,15 @@ def joined(last, segment):
 
 def describe(history, coming):
     """A history (N, 32, 26) and the path in the frames that follow (N, 32, 2) as the policy sees
-    them, float32: poses (N, 32, 28), with two axes of the pelvis for its rotation, and the path of
-    all frames (N, 64, 2)."""
+    them, float32: rows (N, 32, 28 + 2 + 2) of poses, with two axes of the pelvis for its rotation,
+    of the path so far, and of the path to come."""
     point, heading = ground_frame(history[:, -1:])
     path = torch.cat([centre_of_mass(history)[..., :2], coming], dim=1)
     path = quat_rotate(quat_conj(heading), nn.functional.pad(path, (0, 1)) - point)[..., :2]
     frames = seen_from(point, heading, history)
     x, _, z = (quat_rotate(frames[..., 3:7].roll(1, -1), axis) for axis in torch.eye(3).double())
-    return torch.cat([frames[..., :3], x, z, frames[..., 7:]], dim=-1).float(), path.float()
+    rows = [frames[..., :3], x, z, frames[..., 7:], *path.chunk(2, dim=1)]
+    return torch.cat(rows, dim=-1).float()
 
 
 def describe_window(window):
@@ -159,9 +150,15 @@ def describe_window(window):
     return describe(window[:, :FRAMES], centre_of_mass(window[:, FRAMES:])[..., :2])
 
 
-def summary(poses, path, given):
-    """What a linear guess of the coming segment needs: poses of the last half second and the path,
-    in one of four blocks of a row, (N, 4 * 173), by whether history and path are given (N, 3)."""
+def poses_and_path(rows):
+    """Rows (N, 32, 32) of describe() -> poses (N, 32, 28) and the whole path (N, 64, 2)."""
+    return rows[..., :28], torch.cat(rows[..., 28:].chunk(2, dim=-1), dim=1)
+
+
+def summary(rows, given):
+    """What a linear guess of the coming segment needs: five poses of the last half second and the
+    path, in one of four blocks of a row, (N, 4 * 173), by whether they are given (N, 2 or 3)."""
+    poses, path = poses_and_path(rows)
     poses, path = poses[:, [-1, -2, -4, -8, -16]].flatten(1), path[:, 3::4].flatten(1)
     row = torch.cat([poses * given[:, :1], path * given[:, 1:2]], dim=1)
     row = nn.functional.pad(row, (0, 1), value=1.0)  # (N, 173)
@@ -187,21 +184,16 @@ class ConditionEncoder(nn.Module):
         self.norm = nn.LayerNorm(sizes.width)
 
     def forward(self, x):
-        poses, path, words, given = x  # (N, 32, 28), (N, 64, 2), (N, n_text), (N, 3) bool
-        poses, path = self.standardise(poses, path)
-        guess = self.guess(summary(poses, path, given)).unflatten(1, (ROWS, COLUMNS))
+        rows, words, given = x  # (N, 32, 32), (N, n_text), (N, 3) bool
+        rows = (rows - self.mean) / self.std
+        guess = self.guess(summary(rows, given)).unflatten(1, (ROWS, COLUMNS))
         parts = []  # (N, 32, H), (N, 64, H), (N, 1, H)
-        for i, part in enumerate((poses, path, words.unsqueeze(1))):
+        for i, part in enumerate((*poses_and_path(rows), words.unsqueeze(1))):
             seen = given[:, i].view(-1, 1, 1)
             parts.append(torch.where(seen, self.embed[i](part), self.hidden.weight[i]))
         poses, path, words = parts
         frames = nn.functional.pad(poses, (0, 0, 0, FRAMES)) + path + words  # (N, 64, H)
         return self.norm(self.blocks(frames + self.embed[3](guess) + self.times))
-
-    def standardise(self, poses, path):
-        rows = torch.cat([poses, *path.chunk(2, dim=1)], dim=2)  # (N, 32, 32)
-        poses, *path = ((rows - self.mean) / self.std).split((28, 2, 2), dim=2)
-        return poses, torch.cat(path, dim=1)  # (N, 64, 2)
 
 
 class Policy(AutoregressiveEncoder):
@@ -210,31 +202,26 @@ class Policy(AutoregressiveEncoder):
     def __init__(self, n_tokens, vocab_size, width, n_layers, vectors, text_encoder=""):
         sizes = Sizes((), n_tokens, vocab_size, width, n_layers)
         conditions = ConditionEncoder(sizes, len(next(iter(vectors.values()))))
-        aligned = n_tokens == 2 * FRAMES
-        super().__init__(sizes, None, aligned=aligned, patch_encoder=conditions)
+        super().__init__(sizes, None, aligned=True, patch_encoder=conditions)
         self.vectors, self.text_encoder = vectors, text_encoder
 
     @torch.no_grad()
     def prepare(self, windows, scale, table):
         """Before training: the scale of poses and path in windows (n, 64, 26); the linear guess, by
-        ridge regression; and tokens that are alike where the autoencoder's decoder, with its table
-        (V, H), makes them alike."""
-        net, (poses, path) = self.patch_encoder, describe_window(windows)
-        rows = torch.cat([poses, *path.chunk(2, dim=1)], dim=2).flatten(0, 1)
-        net.mean.copy_(rows.mean(dim=0))
-        net.std.copy_(rows.std(dim=0).clamp_min(0.01))
-        poses, path = net.standardise(poses, path)
-        y = scale(windows[:, FRAMES - 1 : -1].float()).flatten(1).double()  # (n, 384)
-        gram, product = (
-            torch.zeros(2 * (4 * 173,)).double(),
-            torch.zeros(4 * 173, y.size(1)).double(),
-        )
-        for given in ((0, 0), (1, 0), (0, 1), (1, 1)):
-            x = summary(poses, path, torch.tensor([given]).bool().expand(len(y), 2)).double()
-            gram, product = gram + x.T @ x, product + x.T @ y
-        ridge = 100 * torch.eye(len(gram)).double()
-        net.guess.weight.copy_(torch.linalg.solve(gram + ridge, product).T)
-        if table is not None and table.shape == self.tokens.head.weight.shape:
+        four ridge regressions; and tokens that are alike where the autoencoder's decoder, with its
+        table (V, H), makes them alike."""
+        net, device = self.patch_encoder, table.device
+        rows = describe_window(windows).to(device)  # (n, 32, 32)
+        net.mean.copy_(rows.mean(dim=(0, 1)))
+        net.std.copy_(rows.std(dim=(0, 1)).clamp_min(0.01))
+        rows = (rows - net.mean) / net.std
+        y = scale(windows[:, FRAMES - 1 : -1].float().to(device)).flatten(1).double()  # (n, 384)
+        for i, part in enumerate(net.guess.weight.split(173, dim=1)):  # of a way to hide conditions
+            given = torch.tensor([i % 2, i // 2], device=device).bool().expand(len(rows), 2)
+            x = summary(rows, given).split(173, dim=1)[i].double()  # (n, 173)
+            ridge = 100 * torch.eye(173, device=device).double()
+            part.copy_(torch.linalg.solve(x.T @ x + ridge, x.T @ y).T)
+        if table.shape == self.tokens.head.weight.shape:
             table = (table - table.mean(dim=0)) / table.std() * table.size(1) ** -0.5
             self.tokens.embed.weight[:-1] = table
             self.tokens.head.weight.copy_(table)
@@ -259,7 +246,7 @@ class Policy(AutoregressiveEncoder):
         memory = self.patch_encoder(x)
         if guidance == 1:
             return self.sample(memory, noise)
-        nothing = self.patch_encoder((*x[:3], torch.zeros_like(x[3])))
+        nothing = self.patch_encoder((*x[:2], torch.zeros_like(x[2])))
 
         def choose(logits, u):  # one token for both, with conditions and without
             given, free = logits.chunk(2)
@@ -269,12 +256,12 @@ class Policy(AutoregressiveEncoder):
         z = self.sample(torch.cat([memory, nothing]), torch.cat([noise, noise]), choose)
         return z[: len(memory)]
 
-    def rollout(self, history, words="", path=None, n=300, guidance=1.0, n_draws=1, seed=0):
+    def rollout(self, history, words="", path=None, n=300, guidance=1.0, n_draws=16, seed=0):
         """The n frames (..., n, 26) that follow a history (..., 32, 26), and jumps (..., segments,
-        2) as in joined(). path (..., n, 2): where the centre of mass shall be, in metres; path and
-        frames are seen from where it is on the ground, x ahead. Without words or path, they are
-        hidden. For each segment n_draws codes are drawn, and one is kept: that which begins most
-        like the last frame and stays closest to the path, by the sum of the squared distances."""
+        2) as in joined(). path (n, 2), or one for each history: where the centre of mass should be
+        in metres; path and frames are seen from where it is on the ground, x ahead. Without words
+        or path, they are hidden. Of n_draws codes for each segment, the one with the smallest sum
+        of squared distances to the last frame and to the path is kept."""
         known = torch.as_tensor(history, dtype=torch.float64)
         shape, known = known.shape[:-2], known.reshape(-1, FRAMES, 26)
         known = seen_from(*start(known), known)
@@ -282,17 +269,18 @@ class Policy(AutoregressiveEncoder):
         texts = [words] * N if isinstance(words, str) else words
         vectors = self.text_vectors(texts)
         given = torch.tensor([[True, path is not None, bool(text)] for text in texts])
-        way = torch.zeros(N, n, 2) if path is None else torch.as_tensor(path).reshape(N, -1, 2)
-        n, way = way.size(1), nn.functional.pad(way.double(), (0, 0, 1, 0))  # row 0 is now
+        way = torch.zeros(n, 2) if path is None else torch.as_tensor(path)
+        n, way = way.size(-2), nn.functional.pad(way.double(), (0, 0, 1, 0))  # row 0 is now
+        way = way.expand(*shape, n + 1, 2).reshape(N, n + 1, 2)
         beyond = torch.arange(1, 2 * FRAMES).view(-1, 1) * (way[:, -1:] - way[:, -2:-1])
         way = torch.cat([way, way[:, -1:] + beyond], dim=1)
         fade = 1 - torch.arange(1, FRAMES + 1).double().view(-1, 1) / FRAMES  # (32, 1)
         for i, now in enumerate(range(0, n, FRAMES - 1)):
             last = known[:, -1:]
-            # A path says where to be, not how to get back to it: errors shall fade in a second.
+            # A path says where to be, not how to get back to it: errors fade in a second.
             error = centre_of_mass(last)[..., :2] - way[:, now : now + 1]  # (N, 1, 2)
             coming = way[:, now + 1 : now + 1 + FRAMES] + fade * error
-            x = *describe(known[:, -FRAMES:], coming), vectors, given
+            x = describe(known[:, -FRAMES:], coming), vectors, given
             noise = noise_for(ROLLOUT_NOISE, seed, i, N, self, n_draws)
             z = self.act([part.to(device) for part in x], noise, guidance)  # (N, K, B)
             segment = self.autoencoder.decode(z.flatten(0, 1)).mean
@@ -353,41 +341,38 @@ def sentence_vectors(name, texts):
     return dict(zip(texts, nn.functional.normalize(rows, dim=1), strict=True))
 
 
-class Clips:
-    """The frames of some files, and windows of 64 frames: 32 up to every stride-th frame, now, and
-    32 after it. None spans two files."""
+class Windows(motion.Segments):
+    """Windows of 64 frames of some files: 32 up to every stride-th frame, now, and 32 after it."""
 
     def __init__(self, names, stride, data_dir):
-        self.texts, files, now, n = [phrase(name) for name in names], [], [], 0
+        self.texts, clips = [phrase(name) for name in names], []
         for name in names:
-            path = os.path.join(os.path.expanduser(data_dir), "lafan1", "h1", f"{name}.csv")
-            data.fetch(path, [data.LAFAN_URL], data.LAFAN_FILES[name])
-            files.append(torch.from_numpy(motion.read_motion(path)))
-            now.append(torch.arange(n + FRAMES - 1, n + len(files[-1]) - FRAMES, stride))
-            n += len(files[-1])
-        self.frames, self.now = torch.cat(files), torch.cat(now)
-        self.clip = torch.cat([torch.full_like(part, i) for i, part in enumerate(now)])
-        self.ends = torch.tensor([len(file) for file in files]).cumsum(0)
+            file = os.path.join(os.path.expanduser(data_dir), "lafan1", "h1", f"{name}.csv")
+            data.fetch(file, [data.LAFAN_URL], data.LAFAN_FILES[name])
+            clips.append(motion.read_motion(file))
+        super().__init__(clips, stride, 2 * FRAMES)
+        self.clip = torch.cat([torch.full_like(part, i) for i, part in enumerate(self.by_clip)])
+        self.ends = torch.tensor([len(clip) for clip in clips]).cumsum(0)[self.clip]
 
     def some(self, limit, n=FRAMES):
-        """Up to `limit` windows, evenly spaced, that n frames of the same file follow."""
-        index = (self.now + n < self.ends[self.clip]).nonzero().squeeze(1)
+        """Up to `limit` windows, evenly spaced, with n frames of the same file after now."""
+        index = (self.starts + FRAMES + n <= self.ends).nonzero().squeeze(1)
         limit = min(limit, len(index))
         return index[torch.arange(limit) * len(index) // limit]
 
     def window(self, index, n=FRAMES):
         """The frames (N, 32 + n, 26) of histories and of the n frames that follow."""
-        return self.frames[self.now[index].unsqueeze(1) + torch.arange(1 - FRAMES, n + 1)]
+        return self.clips[self.starts[index].unsqueeze(1) + torch.arange(FRAMES + n)]
 
     def examples(self, model, policy, index, noise):
         """Codes (N, 1, B), drawn with noise (N, 1, B), and their conditions, all of them given:
-        poses and path as in describe(), vectors of words (N, n_text), given (N, 3)."""
+        rows as in describe(), vectors of words (N, n_text), given (N, 3)."""
         window, device = self.window(index), noise.device
         segment = window[:, FRAMES - 1 : -1].float().to(device)
         z = model.encode(segment, noise=noise).unsqueeze(1)
         words = policy.text_vectors([self.texts[i] for i in self.clip[index]])
         given = torch.ones(len(index), 3, dtype=torch.bool)
-        return z, [part.to(device) for part in (*describe_window(window), words, given)]
+        return z, [part.to(device) for part in (describe_window(window), words, given)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -438,7 +423,7 @@ SUBSETS["history, path, words"] = (1, 1, 1)
 @torch.no_grad()
 def code_bits(policy, model, clips, index, *subsets):
     """-log2 p of the codes of these windows, given some subsets of the conditions: means."""
-    noise = noise_for(VAL_NOISE, 0, 0, len(clips.now), policy)
+    noise = noise_for(VAL_NOISE, 0, 0, len(clips), policy)
     total = torch.zeros(len(subsets)).double()
     for part in index.split(64):
         z, (*seen, given) = clips.examples(model, policy, part, noise[part])
@@ -455,15 +440,15 @@ def train(out_dir, model, clips, val_clips, size):
     torch.manual_seed(seed)
     policy = Policy(**size).to(device)
     if not os.path.exists(path):
-        table = model.decoder.embed  # FSQ has none
-        table = None if table is None else table.weight
+        vectors = getattr(model, "vectors", model.decoder.vectors)  # VQ-VAE and FSQ: their own
+        table = vectors(torch.arange(policy.vocab_size, device=device))  # (V, H)
         policy.prepare(clips.window(clips.some(8000)), model.decoder.scale, table)
 
     def loss_at(step):
-        rows = data.train_indices(len(clips.now), seed, step, batch_size)
+        rows = data.train_indices(len(clips), seed, step, batch_size)
         u = noise_for(TRAIN_NOISE, seed, step, batch_size, policy, more=1)  # (N, 1, B + 1)
         z, x = clips.examples(model, policy, rows, u[..., 1:])
-        x[3] = ~hidden(u[:, 0, 0], dropout)
+        x[2] = ~hidden(u[:, 0, 0], dropout)
         (log_p,) = policy.score(policy.patch_encoder(x), z)  # (N, 1, B)
         return -log_p.mean() * policy.n_tokens / math.log(2)
 
@@ -512,7 +497,7 @@ def read_path(name, speed, seconds):
         way = way[1:] - way[0]
     fastest = FPS * way.diff(dim=0, prepend=way.new_zeros(1, 2)).norm(dim=1).max().item()
     if fastest > TOP_SPEED:
-        raise UserError(f"path {name} asks for {fastest:.1f} m/s, nobody runs over {TOP_SPEED:.0f}")
+        raise UserError(f"path {name} asks for {fastest:.1f} m/s, must be at most {TOP_SPEED:.0f}")
     return way
 
 
@@ -521,10 +506,10 @@ def find_history(text, way, data_dir):
     was not trained on, if there is one."""
     names, words = (*LAFAN_VAL, *data.LAFAN_FILES), words_of(text)
     names = [name for name in names if words_of(phrase(name)) == words]
-    clips = Clips(names[:1] or LAFAN_VAL, 5, data_dir)
-    history = clips.window(torch.arange(len(clips.now)))[:, :FRAMES]
-    _, seen = describe(history, history.new_zeros(len(history), FRAMES, 2))
-    progress = seen[:, FRAMES - 1] - seen[:, 0]  # (n, 2)
+    clips = Windows(names[:1] or LAFAN_VAL, 5, data_dir)
+    history = clips.window(torch.arange(len(clips)))[:, :FRAMES]
+    rows = describe(history, history.new_zeros(len(history), FRAMES, 2))
+    progress = rows[:, -1, 28:30] - rows[:, 0, 28:30]  # (n, 2)
     wanted = progress.mean(dim=0) if way is None else (FRAMES - 1) * way[0]
     return history[(progress - wanted).norm(dim=1).argmin()]
 
@@ -592,12 +577,12 @@ if __name__ == "__main__":
         if os.path.exists(file):
             check_same_run(file, settings, load_policy(out_dir).config, may_differ, step=0)
         train_names = [name for name in data.LAFAN_FILES if name not in LAFAN_VAL]
-        clips, val_clips = Clips(train_names, 1, folder), Clips(LAFAN_VAL, FRAMES, folder)
+        clips, val_clips = Windows(train_names, 1, folder), Windows(LAFAN_VAL, FRAMES, folder)
         size = dict(n_tokens=model.encoder.n_tokens, vocab_size=model.encoder.vocab_size)
         size |= dict(width=width, n_layers=n_layers, text_encoder=text_encoder)
         size["vectors"] = vocabulary(clips.texts, text_encoder)
         train(out_dir, model, clips, val_clips, size)
-        policy, index = load_policy(out_dir, device), torch.arange(len(val_clips.now))
+        policy, index = load_policy(out_dir, device), torch.arange(len(val_clips))
         bits = code_bits(policy, model, val_clips, index, *SUBSETS.values())
         for name, value in zip(SUBSETS, bits, strict=True):
             print(f"{name:24}{value:8.1f} bits per code")

@@ -155,7 +155,8 @@ def save_picture(path, content):
     buffer = io.BytesIO()
     if isinstance(content, list):
         first, *rest = content
-        first.save(buffer, "GIF", save_all=True, append_images=rest, duration=33, loop=0)
+        ms = [(30, 30, 40)[i % 3] for i in range(len(content))]  # GIFs count in steps of 10
+        first.save(buffer, "GIF", save_all=True, append_images=rest, duration=ms, loop=0)
     elif isinstance(content, Image.Image):
         content.save(buffer, "PNG")
     write(path, buffer.getvalue() or content)

@@ -120,6 +120,8 @@ def fit(path, net, settings, loss_at, validate, form, **saved):
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     if os.path.exists(path):
         step = (found := load_checkpoint(path))["step"]
+        if step < max_steps and "optimizer" not in found:
+            raise UserError(f"{path} comes without its optimizer; delete it to train another")
         restore(path, found, model=net, **({"optimizer": optimizer} if step < max_steps else {}))
     log, stop = Log(os.path.splitext(path)[0] + ".jsonl", step), StopSignal()
     bar = tqdm(total=max_steps, initial=step, smoothing=0.05, disable=None)
@@ -128,7 +130,8 @@ def fit(path, net, settings, loss_at, validate, form, **saved):
         optimizer.param_groups[0]["lr"] = settings["lr"] * rate
         loss = loss_at(step)
         loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        if not nn.utils.clip_grad_norm_(net.parameters(), 1.0).isfinite():
+            raise UserError(f"step {step + 1}: the gradient is not finite; try a lower --lr")
         optimizer.step()
         optimizer.zero_grad()
         step += 1

@@ -11,6 +11,7 @@ from real histories and follow the path that the centre of mass really took, in 
     no path    history and words given
 """
 
+import copy
 import math
 import os
 import sys
@@ -27,7 +28,7 @@ from policy import (
     FPS,
     SUBSETS,
     VAL_NOISE,
-    Clips,
+    Windows,
     centre_of_mass,
     code_bits,
     joined,
@@ -92,7 +93,7 @@ def train_classifier(scale, clips, n_steps):
     net.extend([nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, len(names))])
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=0.1)
     for step in range(n_steps):
-        index = train_indices(len(clips.now), 0, step, 128)
+        index = train_indices(len(clips), 0, step, 128)
         x, y = clips.window(index)[:, FRAMES:], types[clips.clip[index]]
         x = mirrored(x) if step % 2 else x
         loss = nn.functional.cross_entropy(net(scale(x.float()).flatten(1)), y)
@@ -116,7 +117,7 @@ def recognised(classifier, frames, texts):
 def judge(policy, clips, classifier):
     """{name: numbers of the table} of real, decoded and commanded motion, and the distance of two
     draws of one command in cm."""
-    longest = (clips.ends[clips.clip] - clips.now).max().item() - 1
+    longest = (clips.ends - clips.starts).max().item() - FRAMES
     n = min(n_segments, longest // (FRAMES - 1)) * (FRAMES - 1)
     index = clips.some(n_starts, n)
     window, texts = clips.window(index, n), [clips.texts[i] for i in clips.clip[index]]
@@ -156,16 +157,16 @@ if __name__ == "__main__":
     for out_dir in out_dirs:
         policy = load_policy(out_dir, device)
         folder = data_dir or policy.autoencoder.config["data_dir"] or DATA_DIR
-        clips = Clips(LAFAN_VAL, FRAMES, folder)
-        index = torch.arange(len(clips.now))
+        clips = Windows(LAFAN_VAL, FRAMES, folder)
+        index = torch.arange(len(clips))
         bits = code_bits(policy, policy.autoencoder, clips, index, *SUBSETS.values())
         bits = dict(zip(SUBSETS, bits, strict=True))
         uniform = policy.n_tokens * math.log2(policy.vocab_size)
         print(f"{out_dir}, step {policy.config['step']}: bits per code, {uniform:g} if uniform")
         print_aligned([list(bits), [f"{value:.1f}" for value in bits.values()]], n_left=0)
-        scale = policy.autoencoder.decoder.scale
+        scale = copy.deepcopy(policy.autoencoder.decoder.scale).cpu()
         train_names = [name for name in LAFAN_FILES if name not in LAFAN_VAL]
-        classifier = train_classifier(scale, Clips(train_names, 1, folder), n_classifier_steps)
+        classifier = train_classifier(scale, Windows(train_names, 1, folder), n_classifier_steps)
         columns = judge(policy, clips, classifier)
         rows = [["", *columns]]
         for key in columns["real"]:

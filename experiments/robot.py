@@ -9,6 +9,7 @@ alone, without plans. Each trial is a line in a file of results (--results); tri
 are not repeated.
 """
 
+import functools
 import json
 import os
 import statistics
@@ -24,8 +25,8 @@ from data import DATA_DIR, load_dataset
 from eval import load, reconstruct
 from motion import LAFAN_VAL
 from policy import centre_of_mass, load_policy, phrase, seen_from, start
-from report import print_aligned
-from run import setup_device
+from report import print_aligned, write_lines
+from run import read_log, setup_device
 
 files = " ".join(LAFAN_VAL)  # which
 commanded = ""  # a run with a policy, see policy.py
@@ -38,25 +39,31 @@ eta = 0.0  # a fixed temperature; 0: solved for ess_target
 seed = 0  # of the noise
 results = "out/robot.jsonl"  # one line per trial
 data_dir = DATA_DIR  # with lafan1/h1 and lafan1/h1.xml
+cached_run, cached_policy = functools.cache(load), functools.cache(load_policy)
 PLANS = ("n_samples", "n_updates", "ess_target", "eta", "seed", "seconds")  # a trial's settings
 
 
-def motions(data, name, source):
-    """Start and frames (n, 26) of each motion of a file: true, decoded by a run, or commanded."""
-    segments, n = data.segments["val"], -(-int(30 * seconds) // 32)
-    index = segments.by_clip[LAFAN_VAL.index(name)][1:]  # the first second is a history
+def starts(data, name):
+    """The segments (n,) of each motion of a file."""
+    n, index = -(-int(30 * seconds) // 32), data.segments["val"].by_clip[LAFAN_VAL.index(name)]
+    index = index[1:]  # the first second is a history
     for i in range(n_starts):
         first = i * (len(index) - n) // max(n_starts - 1, 1)
-        part = index[first : first + n]
-        frames = segments.frames(part)
-        if source == "commanded":
-            history = segments.frames(part[:1] - 1)[0]
-            path = centre_of_mass(seen_from(*start(history), frames.flatten(0, 1)))[:, :2]
-            policy = load_policy(commanded)
-            frames, _ = policy.rollout(history, phrase(name), path, n_draws=16)
-        elif source != "true":
-            frames = segments.to_world(reconstruct(load(source), data, part, "cpu")[1], part)
-        yield first, frames.reshape(-1, 26)[: int(30 * seconds) + 1].double().numpy()
+        yield first, index[first : first + n]
+
+
+def moving(data, name, part, source):
+    """The frames (n, 26) of these segments: true, decoded by a run, or commanded."""
+    segments = data.segments["val"]
+    frames = segments.frames(part)
+    kind, _, run = source.rpartition(" ")
+    if kind == "commanded":
+        history = segments.frames(part[:1] - 1)[0]
+        path = centre_of_mass(seen_from(*start(history), frames.flatten(0, 1)))[:, :2]
+        frames, _ = cached_policy(run).rollout(history, phrase(name), path)
+    elif source != "true":
+        frames = segments.to_world(reconstruct(cached_run(run), data, part, "cpu")[1], part)
+    return frames.reshape(-1, 26)[: int(30 * seconds) + 1].double().numpy()
 
 
 def trial(robot, frames, planned):
@@ -76,19 +83,21 @@ if __name__ == "__main__":
         raise UserError(f"files: there is no {unknown.pop()} in {', '.join(LAFAN_VAL)}")
     data = load_dataset("lafan", data_dir)
     robot = load_robot(os.path.join(os.path.expanduser(data_dir), "lafan1", "h1.xml"))
-    known, shared = {}, [settings[key] for key in PLANS]
+    shared = [settings[key] for key in PLANS]
     os.makedirs(os.path.dirname(results) or ".", exist_ok=True)
-    with open(results, "a+") as file:
-        file.seek(0)
-        known = {json.dumps(row["key"]): row for row in map(json.loads, file)}
-        lines = [("file", "motion", "control", "n", "upright", "seconds", "cm", "degrees")]
+    rows = read_log(results)
+    write_lines(results, rows)  # without a last line that was cut off
+    known = {json.dumps(row["key"]): row for row in rows}
+    lines = [("file", "motion", "control", "n", "upright", "seconds", "cm", "degrees")]
+    with open(results, "a") as file:
         for name in files.split():
-            for source in ("true", *runs, *(["commanded"] if commanded else [])):
+            for source in ("true", *runs, *([f"commanded {commanded}"] if commanded else [])):
                 for control in ("open loop", "planned"):
                     rows = []
-                    for first, frames in motions(data, name, source):
+                    for first, part in starts(data, name):
                         key = [name, source, control, first, *shared]
                         if json.dumps(key) not in known:
+                            frames = moving(data, name, part, source)
                             row = {"key": key, **trial(robot, frames, control == "planned")}
                             print(json.dumps(row), file=file, flush=True)
                             known[json.dumps(key)] = row

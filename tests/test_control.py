@@ -8,12 +8,13 @@ import torch
 from conftest import assert_one_line, motion_frames, run, run_here
 from PIL import Image
 
+from data import DATA_DIR
 from motion import frames_to_csv, joint_positions, read_motion
 
 mujoco = pytest.importorskip("mujoco", reason="mujoco is not installed (requirements-robot.txt)")
 import control  # noqa: E402
 
-MODEL = os.path.join(os.environ.get("DAPS_DATA", ""), "lafan1", "h1.xml")
+MODEL = os.path.join(os.path.expanduser(DATA_DIR), "lafan1", "h1.xml")
 if not os.path.exists(MODEL):
     pytest.skip("DAPS_DATA names no folder with lafan1/h1.xml", allow_module_level=True)
 
@@ -47,6 +48,34 @@ def test_a_robot_in_a_standing_pose_stands_for_five_seconds(robot):
     done, wanted, _ = control.follow(robot, standing(151), control.Plan(n_samples=48))
     seconds, cm, degrees = control.score(done, wanted)
     assert seconds == pytest.approx(5.0) and cm < 40 and degrees < 20
+
+
+def test_the_published_file_needs_none_of_its_meshes(robot, tmp_path):
+    with open(MODEL, encoding="utf-8") as file:
+        text = file.read().replace("<asset>", '<asset><mesh file="pelvis.STL"/>')
+    shape = '<freejoint/><geom class="visual" mesh="pelvis"/>'
+    (tmp_path / "h1.xml").write_text(text.replace("<freejoint/>", shape))
+    published = control.load_robot(str(tmp_path / "h1.xml"))
+    assert published.ngeom == robot.ngeom == 9 and published.nmesh == 0
+    np.testing.assert_array_equal(published.body_mass, robot.body_mass)
+
+
+def test_a_reward_is_minus_its_three_terms_and_ends_count_four_times_starts(robot):
+    reference, rows = control.Reference(robot, standing(4)), np.arange(1, 4)
+    still = np.zeros((1, 3, mujoco.mj_stateSize(robot, control.PHYSICS)))
+    still[..., 1:27] = reference.qpos[rows]
+    assert reference.reward(still, rows).item() == pytest.approx(0, abs=1e-9)
+
+    def cost(column, value, t):
+        states = still.copy()
+        states[0, t, column] += value
+        return -reference.reward(states, rows).item()
+
+    elbow = 0.2 * 0.1**2 / 19  # of the angle alone: no link hangs on it
+    assert cost(26, 0.1, 0) == pytest.approx(elbow, rel=1e-4)
+    assert cost(26, 0.1, 2) == pytest.approx(4 * elbow, rel=1e-4)
+    assert cost(1, 0.1, 1) == pytest.approx(2.5 * 0.1**2, rel=1e-4)  # all links move by 10 cm
+    assert cost(27, 0.1, 0) == pytest.approx(0.02 * 0.1**2 / 6, rel=1e-4)  # velocity
 
 
 def test_weights_meet_the_target_unless_eta_is_given_and_threads_change_nothing(robot):
@@ -86,6 +115,9 @@ def test_it_writes_what_the_robot_did_and_refuses_what_is_no_motion(tmp_path):
         path.write_text(text)
         assert_one_line(run_here("control.py", path, *options), message)
     assert_one_line(run_here("control.py", path, "--model=none.xml"), "none.xml is missing")
+    assert_one_line(run_here("control.py", path, f"--model={path}"), f"{path}: ")
+    assert_one_line(run_here("control.py", tmp_path / "none.csv", *options), "is it there?")
+    assert_one_line(run_here("control.py", path, *options, "--seed=-1"), "seed -1: must be zero")
     assert_one_line(run_here("control.py"), "name one motion")
 
 
@@ -93,11 +125,13 @@ def test_a_film_is_rendered_where_mujoco_can_draw(tmp_path):
     path = tmp_path / "motion.csv"
     path.write_text(frames_to_csv(torch.from_numpy(standing(10))))
     command = ("control.py", path, f"--model={MODEL}", "--n_samples=4", "--seconds=0.1")
-    found = run(*command, MUJOCO_GL="pencil").stderr
-    assert found.startswith("error: MUJOCO_GL=pencil does not work here") and found.count("\n") == 1
+    for renderer, message in (("pencil", "does not work here"), ("disable", "cannot draw here")):
+        found = run(*command, MUJOCO_GL=renderer).stderr
+        assert found.startswith(f"error: MUJOCO_GL={renderer} {message}") and found.count("\n") == 1
     done = run(*command, MUJOCO_GL="egl")
-    if "does not work here" in done.stderr:
+    if "MUJOCO_GL=egl" in done.stderr:
         pytest.skip("EGL does not work here")
+    assert done.returncode == 0, done.stderr
     with Image.open(tmp_path / "robot.gif") as film:
         assert film.n_frames == 4
         page = np.asarray(film.convert("RGB"), dtype=int)

@@ -53,6 +53,13 @@ def test_forward_kinematics_agrees_with_mujoco_on_a_thousand_real_frames():
         assert (1 - abs((state.xquat[2:] * rotation).sum(axis=1))).max() < 1e-6
 
 
+def test_angles_that_are_a_turn_apart_are_equal():
+    true = torch.from_numpy(motion_frames(3)).view(1, 3, 26)
+    for off in (0.3, -0.3, 2 * math.pi + 0.3, -4 * math.pi - 0.3):
+        _, degrees = motion.frame_errors(true, true + off * (torch.arange(26) > 6))
+        assert degrees.item() == pytest.approx(math.degrees(0.3))
+
+
 def test_a_mirrored_robot_is_its_mirror_image():
     frames = torch.from_numpy(motion_frames(50)).view(1, 50, 26)
     frames[..., 7:] += torch.randn(50, 19).double()  # bent in all directions
