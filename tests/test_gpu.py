@@ -16,10 +16,11 @@ import traceback
 import types
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TINY, run_here
+from conftest import ROOT, TINY, motion_frames, run_here
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._inductor import compile_fx, config
@@ -36,6 +37,7 @@ from configurator import settings_block
 from data import DATASETS, Dataset, load_dataset, on_device, uniform_noise
 from eval import evaluate
 from models import Scale
+from policy import Policy, describe_window
 from run import setup_device
 from sampler import CompiledSampler, StaticSampler
 
@@ -183,6 +185,24 @@ def test_every_sampler_stays_on_the_gpu(dataset, dtype):
         assert static.caches[0].k.dtype == getattr(torch, dtype) and waits.noted == []
         for z in codes:
             assert z.is_cuda and z.dtype == torch.long and z.shape == noise.shape
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_a_policy_is_prepared_trained_and_followed_on_the_gpu():
+    vectors = {word: torch.eye(2)[i] for i, word in enumerate(("walk", "run"))}
+    windows = torch.from_numpy(np.stack([motion_frames(64, i) for i in range(6)]))
+    model = build_model(settings("daps_na", "lafan", n_tokens=64), (64, 6))
+    with pretended_gpu():
+        policy = move(Policy(64, 16, 16, 1, vectors))
+        policy.autoencoder = move(model)
+        policy.prepare(windows, model.decoder.scale, model.decoder.embed.weight)
+        rows = describe_window(windows).to(GPU)
+        x = rows, torch.zeros(6, 2, device=GPU), torch.ones(6, 3, device=GPU).bool()
+        z = policy.act(x, torch.rand(6, 2, 64).to(GPU), guidance=2.0)
+        (log_p,) = policy.score(policy.patch_encoder(x), z)
+        assert z.is_cuda and log_p.is_cuda and log_p.shape == (6, 2, 64)
+        frames, _ = policy.rollout(windows[:, :32], "walk", torch.zeros(40, 2), n_draws=2)
+        assert frames.shape == (6, 40, 26) and not frames.is_cuda
 
 
 def test_the_pretended_gpu_notices_what_waits_and_what_stays_behind():
