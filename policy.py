@@ -412,8 +412,9 @@ def hidden(u, dropout):
     """Which conditions are hidden, (N, 3), decided by u (N,), uniform in [0, 1): each in a share
     `dropout` of examples. All seven ways to hide some are equally likely, so that any may be left
     out later; one by one, all three would be hidden in a thousandth of examples."""
-    way = (4 / dropout * u).long() + 1  # below 7 / 4 of dropout: 1 to 7, of which 4 hide each
-    return torch.where(way > 7, 0, way).unsqueeze(1) >> torch.arange(3, device=u.device) & 1 == 1
+    subset = (4 / dropout * u).long() + 1  # below 7 / 4 of dropout: 1 to 7, of which 4 hide each
+    bits = torch.where(subset > 7, 0, subset).unsqueeze(1)
+    return bits >> torch.arange(3, device=u.device) & 1 == 1
 
 
 SUBSETS = {"no condition": (0, 0, 0), "history": (1, 0, 0), "history, path": (1, 1, 0)}

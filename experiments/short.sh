@@ -14,6 +14,11 @@ for seed in ${SEEDS:-0}; do
   short gumbel_na_tau_1 mnist_gumbel_na --lr=3e-3 --tau_final=1.0
   short vqvae mnist_vqvae
   short fsq mnist_fsq
+  short gumbel mnist_gumbel --lr=3e-3 --aligned=True
+  short reinmax_na mnist_reinmax_na --lr=3e-3
+  short reinmax_na_tau_1.3 mnist_reinmax_na --lr=3e-3 --tau_final=1.3
+  short grmck_na_m10 mnist_grmck_na --lr=3e-3 --mc_samples=10
+  short grmck_m10 mnist_grmck --lr=3e-3 --aligned=True --mc_samples=10
   short no_splits mnist_daps_na config/ours.py --split_interval=0
   short not_centred mnist_daps_na config/ours.py --centred=False
   short eta_by_gradient mnist_daps_na config/ours.py --eta_update=gradient

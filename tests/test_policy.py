@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT, assert_one_line, config, motion_frames, run_here, train_here, write_lafan
 from PIL import Image
-from test_motion import REAL, needs_lafan
+from test_motion import ROBOT, needs_robot
 
 import data
 import motion
@@ -49,10 +49,10 @@ def policy(run):
     return script.load_policy(run)
 
 
-@needs_lafan
+@needs_robot
 def test_the_centre_of_mass_is_mujoco_s():
     mujoco = pytest.importorskip("mujoco", reason="mujoco is not installed")
-    model = mujoco.MjModel.from_xml_path(f"{REAL}/../h1.xml")
+    model = mujoco.MjModel.from_xml_path(ROBOT)
     state, frames = mujoco.MjData(model), torch.from_numpy(motion_frames(60))
     for frame, ours in zip(frames, centre_of_mass(frames), strict=True):
         state.qpos[:] = frame[[0, 1, 2, 6, 3, 4, 5, *range(7, 26)]]

@@ -308,7 +308,7 @@ def test_it_leaves_codes_a_prior_a_log_and_samples(with_prior):
     assert list(out_dir.glob("codes_*.pt")) == [path] and path.stat().st_mtime_ns == before
     cells = judged(out_dir)
     assert [cell[-1] == "%" for cell in cells] == 5 * [False] + 4 * [True]
-    assert cells[0] == "40" and float(cells[3]) < 40 < float(cells[4]) + 10
+    assert cells[0] == "40" and float(cells[3]) < 40 and 30 < float(cells[4]) < 60
 
 
 def test_without_label_dropout_an_untrained_embedding_is_not_used(with_prior, tmp_path):
