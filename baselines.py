@@ -228,12 +228,10 @@ class Quantised(Method):
         return search_codes(self, x, search, noise) if search else self.quantise(self.encoder(x))[0]
 
     def proposals(self, x, z):
-        """Logits (N, B, V) of values worth trying: log densities of a Gaussian around the encoder's
-        vector, up to a constant, with the variance of such vectors about the nearest value."""
-        h, table = self.vectors_and_table(x)
-        distance = torch.cdist(h, table).square()  # (N, B, V)
-        variance = distance.amin(dim=-1).mean(dim=1) / h.size(-1)  # (N,)
-        return -distance / (2 * variance.clamp_min(1e-12).view(-1, 1, 1))
+        """Logits (N, B, V) of values worth trying: minus their squared distance from the encoder's
+        vector, in units of a quarter of the mean distance of the nearest one."""
+        distance = torch.cdist(*self.vectors_and_table(x)).square()
+        return -4 * distance / distance.amin(dim=-1).mean(dim=1).clamp_min(1e-12).view(-1, 1, 1)
 
     def decode(self, z):
         return self.decoder(self.vectors(z))
