@@ -6,9 +6,7 @@ token of z_t is from z_1 with probability t, else from z_0, which is uniform:
 
     p(z_t^i | z_1^i) = t [z_t^i = z_1^i] + (1 - t) / V,  independently for every position i.
 
-This file needs only torch: copy it into your project.
-
-Letters: N codes in a batch, B tokens per code, V values per token, H width.
+Needs only torch. Letters: N codes in a batch, B tokens per code, V values per token, H width.
 """
 
 import torch

@@ -6,8 +6,6 @@
     model, prior = load("out/mnist_daps"), load_prior("out/mnist_daps")
     images = model.decode(prior.sample(torch.tensor([3, 1, 4]))).mean
 
-experiments/generation.py measures what a prior is worth.
-
 Letters: N codes in a batch, B tokens per code, V values per token, H width.
 """
 

@@ -154,9 +154,9 @@ def save_picture(path, content):
     """Write a picture, an animation given as a list of frames, or text."""
     buffer = io.BytesIO()
     if isinstance(content, list):
-        first, *rest = content
         ms = [(30, 30, 40)[i % 3] for i in range(len(content))]  # GIFs count in steps of 10
-        first.save(buffer, "GIF", save_all=True, append_images=rest, duration=ms, loop=0)
+        options = dict(append_images=content[1:], duration=ms, loop=0)
+        content[0].save(buffer, "GIF", save_all=True, **options)
     elif isinstance(content, Image.Image):
         content.save(buffer, "PNG")
     write(path, buffer.getvalue() or content)
