@@ -59,7 +59,7 @@ def test_forward_kinematics_agrees_with_mujoco_on_a_thousand_real_frames():
 def test_angles_that_are_a_turn_apart_are_equal():
     true = torch.from_numpy(motion_frames(3)).view(1, 3, 26)
     for off in (0.3, -0.3, 2 * math.pi + 0.3, -4 * math.pi - 0.3):
-        _, degrees = motion.frame_errors(true, true + off * (torch.arange(26) > 6))
+        _, degrees = motion.frame_errors(true, true + off * (torch.arange(26) > 6).double())
         assert degrees.item() == pytest.approx(math.degrees(0.3))
 
 
