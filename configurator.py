@@ -46,12 +46,14 @@ def explain(kind, error, trace):
 sys.excepthook = explain
 
 
-def configure(script, argv):
+def configure(script, argv, may_be_zero=()):
     """Override the settings in `script`, the numbers, booleans and strings with a lower-case name
-    in a module's globals(), by argv. Returns all settings as a dict, and the arguments that are
-    neither --key=value nor a .py file."""
+    in a module's globals(), by argv. Numbers must be positive; these, and those that are zero by
+    default, may be zero. Returns all settings as a dict, and the arguments that are neither
+    --key=value nor a .py file."""
     types = (int, float, bool, str)
     settings = {k: v for k, v in script.items() if k[0].islower() and type(v) in types}
+    may_be_zero = {*may_be_zero, *(key for key, value in settings.items() if value == 0)}
     if "--help" in argv or "-h" in argv:
         print(script["__doc__"], "Settings:", sep="\n")
         with open(script["__file__"], encoding="utf-8") as file:
@@ -76,6 +78,10 @@ def configure(script, argv):
                 settings[key] = checked(key, value, settings, where)
         else:
             rest.append(word)
+    for key, value in settings.items():
+        least = "zero or more" if key in may_be_zero else "positive"
+        if type(value) in (int, float) and (value < 0 or value == 0 and least == "positive"):
+            raise UserError(f"{key} is {value}, must be {least}")
     script.update(settings)
     return settings, rest
 

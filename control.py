@@ -37,7 +37,7 @@ except Exception:  # of one kind or another, where it cannot draw
     raise UserError(f"MUJOCO_GL={found} does not work here: leave it unset, or try egl") from None
 
 from daps import ess_ratio, log_weights, solve_eta
-from data import DATA_DIR
+from data import DATA_DIR, N_CORES
 from motion import (
     BONES,
     INK,
@@ -281,15 +281,15 @@ if __name__ == "__main__":
     n_samples = 128  # K, plans per update
     n_updates = 1  # times per step that plans are drawn and averaged
     seed = 0  # of the noise
-    n_threads = os.cpu_count() or 1  # that simulate
+    n_threads = N_CORES  # that simulate
     model = os.path.join(DATA_DIR, "lafan1", "h1.xml")  # of the robot, see docs/robot.md
     out_dir = ""  # where robot.gif and robot.csv go; empty: beside the motion
 
     settings, paths = configure(globals(), sys.argv[1:])
-    if len(paths) != 1 or min(seconds, n_samples - 1, n_updates, n_threads) <= 0:
-        raise UserError("name one motion (*.csv); seconds, n_samples (2 or more) must be positive")
-    if min(start, seed) < 0:
-        raise UserError(f"start is {start}, seed {seed}: must be zero or more")
+    if len(paths) != 1:
+        raise UserError("name one motion: python control.py out/lafan_daps/motion.csv")
+    if n_samples < 2:
+        raise UserError("n_samples is 1, must be at least 2: plans are compared")
     setup_device("cpu")
     if not os.path.exists(model := os.path.expanduser(model)):
         raise UserError(f"{model} is missing: docs/robot.md says where to get it; or set --model")

@@ -38,6 +38,8 @@ from run import save, write
 
 DATA_DIR = os.environ.get("DAPS_DATA", "~/.cache/daps")
 CACHE_DIR = os.environ.get("DAPS_CACHE", "~/.cache/daps")  # for computed files
+# The cores that this process may use, where the system tells.
+N_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 # ---------------------------------------------------------------------------------------------
 # batches and noise: pure functions of (seed, step) and the number of an example in its batch
@@ -130,7 +132,7 @@ class Dataset:
         if n_workers == 0 or not self.slow_to_read or not hasattr(os, "fork"):
             return map(read, keys)
         options = dict(multiprocessing_context="fork", worker_init_fn=ignore_signals)
-        options |= dict(num_workers=n_workers, pin_memory=torch.cuda.is_available())
+        options |= dict(num_workers=min(n_workers, N_CORES), pin_memory=torch.cuda.is_available())
         batches = iter(DataLoader(keys, batch_size=None, collate_fn=read, **options))
         atexit.register(batches._shutdown_workers)  # Python would end them by a signal they ignore
         return batches

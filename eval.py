@@ -248,7 +248,7 @@ if __name__ == "__main__":
     checkpoint = "best"  # best: highest validation beta-ELBO, or log p(x|z) if it has none; last
     data_dir = ""  # where the data sets are; empty: the run's data_dir
     device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
-    n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
+    n_workers = 8  # imagenet: processes that decode images, at most one per core
     search = 0  # decodings per example to spend on better codes; 0: none
     fid_weights = ""  # file with the weights of Inception, for FID; empty: no FID
     export_to = ""  # a folder for the model alone, to share: without optimizer and local paths
@@ -256,11 +256,9 @@ if __name__ == "__main__":
     per_run = False  # a row for every run, even if only seeds differ
     record = ""  # a file (*.jsonl) for the rows, settings and curves of these runs
 
-    settings, out_dirs = configure(globals(), sys.argv[1:])
+    settings, out_dirs = configure(globals(), sys.argv[1:], may_be_zero=("n_workers",))
     if not out_dirs:
         raise UserError("name at least one run: python eval.py out/glyphs_daps")
-    if search < 0:
-        raise UserError(f"search is {search}, must be a number of decodings, zero or more")
     if record and not record.endswith(".jsonl"):
         raise UserError(f"record is {record!r}, must end in .jsonl")
     settings["device"] = setup_device(device)

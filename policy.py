@@ -559,11 +559,7 @@ def obey(policy, out_dir, data_dir):
 
 
 if __name__ == "__main__":
-    settings, out_dirs = configure(globals(), sys.argv[1:])
-    may_be_zero = ("seed", "draw_seed", "guidance")
-    for key, value in settings.items():
-        if type(value) in (int, float) and not (value > 0 or value == 0 and key in may_be_zero):
-            raise UserError(f"{key} is {value}, must be positive")
+    settings, out_dirs = configure(globals(), sys.argv[1:], may_be_zero=("guidance",))
     if width % 4 or dropout > 0.5 or max(seed, draw_seed) >= 2**32:
         raise UserError("width must be a multiple of 4, dropout at most 0.5, seeds below 2**32")
     if not out_dirs:

@@ -41,7 +41,7 @@ n_steps = 40  # Euler steps of sampling; the authors' dt is 1/40
 guidance = 1.0  # 0: ignore labels; 1: p(z | label); above: more typical of the label
 data_dir = ""  # where the data sets are; empty: the run's data_dir
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
-n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
+n_workers = 8  # imagenet: processes that decode images, at most one per core
 # ---------------------------------------------------------------------------------------------
 # codes and prior of a run, kept in its folder
 
@@ -156,11 +156,8 @@ def draw_samples(prior, model, data, y_val):
 
 
 if __name__ == "__main__":
-    settings, out_dirs = configure(globals(), sys.argv[1:])
-    may_be_zero = ("label_dropout", "search", "seed", "guidance", "n_workers")
-    for key, value in settings.items():
-        if type(value) in (int, float) and not (value > 0 or value == 0 and key in may_be_zero):
-            raise UserError(f"{key} is {value}, must be positive")
+    may_be_zero = "label_dropout", "guidance", "n_workers"
+    settings, out_dirs = configure(globals(), sys.argv[1:], may_be_zero)
     if width % 4 or label_dropout >= 1 or seed >= 2**32:
         raise UserError("width must be a multiple of 4, label_dropout below 1, seed below 2**32")
     if not out_dirs:

@@ -87,13 +87,14 @@ device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
 dtype = ""  # of matrix products: float32, bfloat16; empty: bfloat16 on GPUs that compute in it
 use_compile = True  # torch.compile, on GPUs
 cuda_graphs = True  # autoregressive, compiled: replay the sampler's steps as CUDA graphs
-n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
+n_workers = 8  # imagenet: processes that decode images, at most one per core
 # ---------------------------------------------------------------------------------------------
 
 argv = sys.argv[1:]
 if not any(word.endswith(".py") for word in argv):
     argv.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "config", "glyphs.py"))
-settings, unused = configure(globals(), argv)
+may_be_zero = "beta_init", "beta_final", "commitment", "lr_final", "weight_decay", "n_workers"
+settings, unused = configure(globals(), argv, may_be_zero)
 rank, world_size = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1)))
 is_main = rank == 0  # the process that prints and writes
 n_parts = world_size * accumulate  # of a batch
@@ -106,12 +107,6 @@ def must(key, holds, wanted):
 
 if unused:
     raise UserError(f"{unused[0]}: neither a config file (*.py) nor --key=value")
-may_be_zero = ("credit_window", "split_interval", "eval_examples", "seed", "n_workers")
-for key, value in settings.items():
-    least = 1 if type(value) is int and key not in may_be_zero else 0
-    must(key, isinstance(value, str) or value >= least, f"at least {least}")
-for key in ("lr", "encoder_lr", "tau_final"):
-    must(key, settings[key] > 0, "positive")
 must("vocab_size", vocab_size >= 2, "at least 2")
 must("image_size", image_size >= 8, "at least 8")
 must("seed", seed < 2**32, "below 2**32")

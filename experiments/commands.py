@@ -150,7 +150,7 @@ def judge(policy, clips, classifier):
 
 
 if __name__ == "__main__":
-    _, out_dirs = configure(globals(), sys.argv[1:])
+    _, out_dirs = configure(globals(), sys.argv[1:], may_be_zero=("guidance",))
     if not out_dirs:
         raise UserError("name runs with a policy: python experiments/commands.py out/lafan_daps_na")
     device = setup_device(device)

@@ -30,7 +30,7 @@ n_generated = 2000  # codes generated
 classifier_steps = 1000  # training steps of the classifier
 data_dir = ""  # where the data sets are; empty: the run's data_dir
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
-n_workers = min(8, os.cpu_count() or 1)  # imagenet: processes that decode images
+n_workers = 8  # imagenet: processes that decode images, at most one per core
 
 TABLE = (
     ("bits per code: B log2 V", "bits", "{:g}"),
@@ -186,7 +186,7 @@ def judge(out_dir):
 
 
 if __name__ == "__main__":
-    _, out_dirs = configure(globals(), sys.argv[1:])
+    _, out_dirs = configure(globals(), sys.argv[1:], may_be_zero=("guidance", "n_workers"))
     if not out_dirs:
         raise UserError("name runs with a prior: python experiments/generation.py out/glyphs_daps")
     device, lines = setup_device(device), [["", *(title for title, *_ in TABLE)]]

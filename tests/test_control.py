@@ -117,7 +117,7 @@ def test_it_writes_what_the_robot_did_and_refuses_what_is_no_motion(tmp_path):
     assert_one_line(run_here("control.py", path, "--model=none.xml"), "none.xml is missing")
     assert_one_line(run_here("control.py", path, f"--model={path}"), f"{path}: ")
     assert_one_line(run_here("control.py", tmp_path / "none.csv", *options), "is it there?")
-    assert_one_line(run_here("control.py", path, *options, "--seed=-1"), "seed -1: must be zero")
+    assert_one_line(run_here("control.py", path, *options, "--seed=-1"), "seed is -1, must be zero")
     assert_one_line(run_here("control.py"), "name one motion")
 
 
