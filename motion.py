@@ -136,6 +136,13 @@ def ground_frame(frames):
     return point, quat_from_axis_angle("z", yaw)
 
 
+def placed(frames, point, heading):
+    """Frames (..., 26) seen from a point on the ground and a heading there -> in the world."""
+    root = quat_rotate(heading, frames[..., :3]) + point
+    q = quat_mul(heading, frames[..., 3:7].roll(1, -1)).roll(-1, -1)
+    return torch.cat([root, q, frames[..., 7:]], dim=-1)
+
+
 def relative_frames(frames):
     """Frames (..., 32, 26) relative to their own origin; those that are already stay the same."""
     (point, heading), angles = ground_frame(frames), frames[..., 7:]
@@ -183,10 +190,7 @@ class Segments:
 
     def to_world(self, frames, index):
         """Frames (N, 32, 26) relative to the origins of these segments, in world coordinates."""
-        point, heading = ground_frame(self.frames(index))
-        root = quat_rotate(heading, frames[..., :3]) + point
-        q = quat_mul(heading, frames[..., 3:7].roll(1, -1)).roll(-1, -1)
-        return torch.cat([root, q, frames[..., 7:]], dim=-1)
+        return placed(frames, *ground_frame(self.frames(index)))
 
 
 class FeatureScale(nn.Module):

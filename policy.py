@@ -99,24 +99,17 @@ def centre_of_mass(frames):
     return quat_rotate(frames[..., 3:7].roll(1, -1), centre) + frames[..., :3]
 
 
-def placed(frames, point, heading):
-    """Frames (..., 26) seen from a base frame -> frames in the world."""
-    root = quat_rotate(heading, frames[..., :3]) + point
-    q = motion.quat_mul(heading, frames[..., 3:7].roll(1, -1)).roll(-1, -1)
-    return torch.cat([root, q, frames[..., 7:]], dim=-1)
-
-
 def seen_from(point, heading, frames):
-    """The inverse of placed()."""
+    """Frames (..., 26) in the world -> seen from there: the inverse of motion.placed()."""
     back = quat_conj(heading)
-    return placed(frames, -quat_rotate(back, point), back)
+    return motion.placed(frames, -quat_rotate(back, point), back)
 
 
 def joined(last, segment):
     """A decoded segment (N, 32, 26) that should begin with the frame last (N, 1, 26), placed there.
     What is left of the difference to its first frame fades in BLEND frames. Also returns how large
     it was: mean distance of joints in cm, of joint angles in degrees, (N, 2)."""
-    segment = placed(motion.relative_frames(segment), *ground_frame(last))
+    segment = motion.placed(motion.relative_frames(segment), *ground_frame(last))
     # A rotation has two quaternions: take the ones near that of the last frame.
     near = (last * segment[:, :1])[..., 3:7].sum(dim=-1, keepdim=True) >= 0
     segment[..., 3:7] *= torch.where(near, 1.0, -1.0)

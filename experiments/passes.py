@@ -90,5 +90,7 @@ def draw(path, files):
 
 
 if __name__ == "__main__":
-    path, *arguments = sys.argv[1:]
+    path, *arguments = sys.argv[1:] or [""]
+    if not path.endswith((".jsonl", ".png")):
+        sys.exit(__doc__)
     draw(path, arguments) if path.endswith(".png") else record(path, arguments)

@@ -1,6 +1,6 @@
 """PSNR against decodings: how much a search improves the codes of trained runs, on equal terms.
 
-    python experiments/search_curve.py out/mnist/* --picture=assets/mnist_search.png
+    python experiments/search_curve.py out/short/*_s0 --picture=out/search_curves.png
 
 Letters: N examples in a batch, B tokens per code.
 """
