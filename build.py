@@ -4,18 +4,10 @@ from types import SimpleNamespace
 
 import torch
 
+import models
 from baselines import FSQ, PPO, RLOO, VQVAE, Gaussian, Relaxed
 from daps import DAPS
-from models import (
-    AutoregressiveEncoder,
-    MLPDecoder,
-    MotionDecoder,
-    OnePassEncoder,
-    ResNetDecoder,
-    Scale,
-    Sizes,
-    VectorEncoder,
-)
+from models import AutoregressiveEncoder, OnePassEncoder, Scale, Sizes, VectorEncoder
 from motion import FeatureScale
 from vocabulary import count_values
 
@@ -42,8 +34,8 @@ METHODS = {  # the encoder, and the method from an encoder e, a decoder d and se
 
 
 def fsq_levels(s):
-    """The numbers in the setting "8 8 4"; FSQ checks that their product is vocab_size."""
-    return [int(word) for word in s.fsq_levels.split() if word.isdecimal()]
+    """The numbers in the setting "8 8 4", or zeros; FSQ checks that their product is vocab_size."""
+    return [int(word) if word.isdecimal() else 0 for word in s.fsq_levels.split()]
 
 
 def build_model(settings, x_shape, scale=None):
@@ -66,9 +58,10 @@ def build_model(settings, x_shape, scale=None):
         encoder = make_encoder(sizes, scale, len(fsq_levels(s)) if s.method == "fsq" else None)
         sizes.vocab_size = 0
     if is_binary:
-        decoder = MLPDecoder(sizes)
+        decoder = models.MLPDecoder(sizes)
     else:
-        decoder = (MotionDecoder if is_motion else ResNetDecoder)(sizes, scale, window)
+        make_decoder = models.MotionDecoder if is_motion else models.ResNetDecoder
+        decoder = make_decoder(sizes, scale, window)
     if s.split_interval and has_tokens:
         count_values(decoder)
     return make_method(encoder, decoder, s)

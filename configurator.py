@@ -69,7 +69,7 @@ def configure(script, argv, may_be_zero=()):
             kind = type(settings.get(key))
             if not equals and kind is not bool:
                 raise UserError(f"{word}: write --{key or 'key'}=value (--help lists the settings)")
-            with suppress(ValueError, SyntaxError):  # not a literal: checked() says so
+            with suppress(ValueError, SyntaxError, TypeError):  # not a literal: checked() says so
                 if kind is not str:  # --resume, --resume=true and --resume=True are the same
                     value = ast.literal_eval(value.capitalize() if equals else "True")
             settings[key] = checked(key, value, settings, word)
@@ -108,15 +108,16 @@ def read_config(path):
     except (OSError, SyntaxError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"config file {path}: {reason}") from None
-    for statement in tree.body[1:] if ast.get_docstring(tree) else tree.body:
+    body = tree.body[1:] if ast.get_docstring(tree) else tree.body
+    for statement in body:
         where = f"{path}, line {statement.lineno}"
         try:
             (target,) = statement.targets
             key, value = target.id, ast.literal_eval(statement.value)
-        except (AttributeError, ValueError):
+        except (AttributeError, ValueError, TypeError):
             raise UserError(f"{where}: a config file holds only assignments like lr = 1") from None
-        if key == "base":
-            yield from read_config(os.path.join(os.path.dirname(path), value))
+        if key == "base" and statement is body[0]:
+            yield from read_config(os.path.join(os.path.dirname(path), str(value)))
         else:
             yield key, value, where
 

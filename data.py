@@ -38,7 +38,6 @@ from run import save, write
 
 DATA_DIR = os.environ.get("DAPS_DATA", "~/.cache/daps")
 CACHE_DIR = os.environ.get("DAPS_CACHE", "~/.cache/daps")  # for computed files
-# The cores that this process may use, where the system tells.
 N_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 # ---------------------------------------------------------------------------------------------
@@ -124,11 +123,12 @@ class Dataset:
         return self.read_ahead(read, steps, n_workers)
 
     def val_batches(self, index, batch_size, n_workers=0):
-        """The validation examples at index, in batches."""
-        return self.read_ahead(partial(self.read, "val"), index.split(batch_size), n_workers)
+        """The validation examples at index, in batches: their part of index, x and labels."""
+        parts = index.split(batch_size) if len(index) else ()
+        return self.read_ahead(lambda part: (part, *self.read("val", part)), parts, n_workers)
 
     def read_ahead(self, read, keys, n_workers):
-        """read(key) for each key, in order, prefetched by worker processes where that helps."""
+        """read(key) for each key, in order; if slow, ahead by processes, at most one per core."""
         if n_workers == 0 or not self.slow_to_read or not hasattr(os, "fork"):
             return map(read, keys)
         options = dict(multiprocessing_context="fork", worker_init_fn=ignore_signals)
@@ -166,10 +166,10 @@ def digest(*parts):
 
 
 @lru_cache(maxsize=1)
-def load_dataset(name, data_dir=DATA_DIR, image_size=256):
-    """A data set by name; image_size is for data sets with images of all sizes."""
+def load_dataset(name, data_dir="", image_size=256):
+    """A data set by name, from DATA_DIR or another folder; image_size is that of imagenet."""
     options = {"image_size": image_size} if name == "imagenet" else {}
-    return DATASETS[name](os.path.expanduser(data_dir), **options)
+    return DATASETS[name](os.path.expanduser(data_dir or DATA_DIR), **options)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -380,12 +380,11 @@ def read_image(path, size, rng=None):
     mirrored. The format follows from a file's content, not its name. Some formats that Pillow knows
     are programs, which it would pass to an interpreter, so only FORMATS are opened."""
     with Image.open(path, formats=FORMATS) as image:
-        width, height = image.size
         if image.mode.startswith(("I", "F")):
             raise ValueError(f"pixels of mode {image.mode}, not of 8 bits")
         if image.getexif().get(0x0112, 1) != 1:  # rotated or flipped
             image = ImageOps.exif_transpose(image)
-            width, height = image.size
+        width, height = image.size
         left, top, right, bottom = crop_box(width, height, rng)
         # A JPEG decodes at 1/2, 1/4 or 1/8 of its size for a fraction of the work: take the
         # smallest that still covers the crop.

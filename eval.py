@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import fid
 from build import build_model
-from data import DATA_DIR, VAL_NOISE, cached, load_dataset, on_device, share, uniform_noise
+from data import VAL_NOISE, cached, load_dataset, on_device, share, uniform_noise
 from motion import motion_pictures
 from plots import draw_codes, draw_curves, grid, images_per_row
 from report import export, n_parameters, read_record, report, save_picture, thinned
@@ -52,8 +52,7 @@ def load(out_dir, checkpoint="best", device="cpu"):
 def load_data(model, data_dir=""):
     """The data set that a model was trained on."""
     config = model.config
-    data_dir = data_dir or config["data_dir"] or DATA_DIR
-    return load_dataset(config["dataset"], data_dir, config["image_size"])
+    return load_dataset(config["dataset"], data_dir or config["data_dir"], config["image_size"])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -101,8 +100,7 @@ def evaluate(model, data, beta, index, device, batch_size=BATCH, n_workers=0, se
     counts = torch.zeros(n_tokens * vocab_size, dtype=torch.float64, device=device)
     offsets = torch.arange(n_tokens, device=device) * vocab_size
     index = index[share(len(index), rank, world_size)]
-    batches = data.val_batches(index, batch_size, n_workers)
-    for part, (x, _) in zip(index.split(batch_size), batches, strict=True):
+    for part, x, _ in data.val_batches(index, batch_size, n_workers):
         n = len(x)
         x = on_device(torch.cat([x, x[-1:].expand(batch_size - n, *x.shape[1:])]), device)
         part = torch.cat([part, part[-1:].expand(batch_size - n)])
@@ -149,8 +147,7 @@ def fid_score(model, data, inception, device, n_workers=0):
     index = data.val_index()
 
     def images(reconstructed):
-        batches = data.val_batches(index, BATCH, n_workers)
-        for part, (x, _) in zip(index.split(BATCH), batches, strict=True):
+        for part, x, _ in data.val_batches(index, BATCH, n_workers):
             x = on_device(x, device)
             yield model.decode(validation_codes(model, x, part)[0]).mean if reconstructed else x
 
@@ -179,8 +176,8 @@ def draw_pictures(model, data, device, search=0):
         parts = zip(*(images.split(columns) for images in stacks), strict=True)
         return grid(torch.cat([images for row in parts for images in row]), columns)
 
-    columns = min(columns, data.n_val)
-    index, pictures = data.val_index(4 * columns), {"samples.png": grid(samples, columns)}
+    columns, pictures = min(columns, data.n_val), {"samples.png": grid(samples, columns)}
+    index = data.val_index(columns * min(4, data.n_val // columns))  # whole rows
     x, drawn = reconstruct(model, data, index, device)
     if search:
         searched = reconstruct(model, data, index, device, search)[1]
@@ -261,9 +258,11 @@ if __name__ == "__main__":
         raise UserError("name at least one run: python eval.py out/glyphs_daps")
     if record and not record.endswith(".jsonl"):
         raise UserError(f"record is {record!r}, must end in .jsonl")
+    if os.path.exists(record):
+        read_record(record)  # another file is not replaced
     settings["device"] = setup_device(device)
     if settings.pop("export_to"):
-        if len(out_dirs) > 1 or os.path.realpath(export_to) == os.path.realpath(out_dirs[0]):
-            raise UserError("export_to takes one run, and a folder other than its own")
+        if len(out_dirs) > 1 or os.path.exists(os.path.join(export_to, "last.pt")):
+            raise UserError("export_to takes one run, and a folder that holds none")
         export(out_dirs[0], checkpoint, export_to)
     evaluate_runs(out_dirs, **settings)

@@ -580,13 +580,12 @@ class MotionDecoder(Decoder):
 def init_weights(module, embedding_std):
     """LeCun-normal matrices, zero biases, normal embeddings: large in a decoder, or all codes have
     nearly the same reward at first; small in an encoder, or its random tokens drown out x."""
-    transposed = nn.ConvTranspose1d, nn.ConvTranspose2d
     for m in module.modules():
         if isinstance(m, nn.Embedding):
             nn.init.normal_(m.weight, std=embedding_std)
-        elif isinstance(m, (nn.Linear, nn.Conv1d, nn.Conv2d, *transposed)):
+        elif isinstance(m, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
             fan_in = m.weight[0].numel()
-            if isinstance(m, transposed):  # weight (in, out, 4, ...), with gaps between inputs
+            if isinstance(m, nn.ConvTranspose2d):  # weight (in, out, 4, 4), gaps between inputs
                 fan_in = m.weight[:, 0].numel() / math.prod(m.stride)
             nn.init.normal_(m.weight, std=fan_in**-0.5)
             if m.bias is not None:

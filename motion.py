@@ -230,7 +230,8 @@ class FeatureScale(nn.Module):
 
     def forward(self, x):
         x = (relative_frames(x).float() - self.mean) * self.weights
-        return (x.flatten(-2) @ self.basis).unflatten(-1, self.std.shape) / self.std
+        with torch.autocast(x.device.type, enabled=False):
+            return (x.flatten(-2) @ self.basis).unflatten(-1, self.std.shape) / self.std
 
     def to_frames(self, x):
         """The inverse: frames (..., 32, 26), relative to the segment's origin."""

@@ -64,8 +64,7 @@ def load_codes(out_dir, model, data, search=0, seed=0, n_workers=0):
         steps, numbers, index = range(-(-n // BATCH)), torch.arange(BATCH), data.val_index()
         for step, batch in enumerate(data.train_batches(seed, steps, BATCH, n_workers=n_workers)):
             yield "train", *batch, uniform_noise(CODE_NOISE, seed, step, numbers.to(device), shape)
-        found = data.val_batches(index, BATCH, n_workers)
-        for part, batch in zip(index.split(BATCH), found, strict=True):
+        for part, *batch in data.val_batches(index, BATCH, n_workers):
             yield "val", *batch, validation_noise(model, part, device)
 
     def encode():
@@ -156,8 +155,7 @@ def draw_samples(prior, model, data, y_val):
 
 
 if __name__ == "__main__":
-    may_be_zero = "label_dropout", "guidance", "n_workers"
-    settings, out_dirs = configure(globals(), sys.argv[1:], may_be_zero)
+    settings, out_dirs = configure(globals(), sys.argv[1:], may_be_zero=("guidance", "n_workers"))
     if width % 4 or label_dropout >= 1 or seed >= 2**32:
         raise UserError("width must be a multiple of 4, label_dropout below 1, seed below 2**32")
     if not out_dirs:
@@ -170,8 +168,6 @@ if __name__ == "__main__":
         data, path = load_data(model, data_dir), os.path.join(out_dir, "prior.pt")
         if os.path.exists(path):
             check_same_run(path, settings, load_prior(out_dir).config, may_differ, step=0)
-        if guidance != 1 and data.n_labels and not label_dropout:
-            raise UserError(f"guidance is {guidance}, must be 1: label_dropout = 0 learns no p(z)")
         codes = load_codes(out_dir, model, data, search, seed, n_workers)
         size = dict(n_tokens=model.encoder.n_tokens, vocab_size=model.encoder.vocab_size)
         size |= dict(n_labels=data.n_labels, width=width, n_layers=n_layers)

@@ -25,11 +25,15 @@ def write(path, content):
     """Write text or bytes to path, whose folder is made if needed."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     part = f"{path}.{os.getpid()}.part"
-    with open(part, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with open(part, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        with suppress(FileNotFoundError):  # it has its name, unless writing failed
+            os.remove(part)
 
 
 def save(path, content):
@@ -57,7 +61,9 @@ def restore(path, saved, **parts):
     try:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
-    except (KeyError, ValueError, RuntimeError) as error:
+    except KeyError:
+        raise UserError(f"{path} has no {name}, so it cannot be continued") from None
+    except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path} does not fit this version: {reason}") from None
 

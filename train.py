@@ -108,7 +108,7 @@ def must(key, holds, wanted):
 if unused:
     raise UserError(f"{unused[0]}: neither a config file (*.py) nor --key=value")
 must("vocab_size", vocab_size >= 2, "at least 2")
-must("image_size", image_size >= 8, "at least 8")
+must("image_size", image_size >= 8 and image_size % 2 == 0, "even and at least 8")
 must("seed", seed < 2**32, "below 2**32")
 must("dtype", dtype in ("", "float32", "bfloat16"), "float32 or bfloat16")
 must("method", method in METHODS, f"one of: {', '.join(METHODS)}")
@@ -143,14 +143,17 @@ last_path, best_path = (os.path.join(out_dir, name) for name in ("last.pt", "bes
 if is_main and os.path.exists(os.path.join(out_dir, "log.jsonl")) and not resume:
     raise UserError(f"{out_dir} holds a run: --resume continues it; or name another --out_dir")
 progress = {"step": 0, "best": -math.inf, "n_split": 0, "seconds": 0.0}
-saved = load_checkpoint(last_path) if resume and os.path.exists(last_path) else None
+# best.pt is written a moment before the first last.pt, or is all that is left of a run.
+resume_path = last_path if os.path.exists(last_path) else best_path
+saved = load_checkpoint(resume_path) if resume and os.path.exists(resume_path) else None
 if saved:
     _, may_differ = settings_block(__file__)
-    check_same_run(last_path, settings, saved["config"], may_differ, saved["step"])
+    check_same_run(resume_path, settings, saved["config"], may_differ, saved["step"])
     progress = {key: saved[key] for key in progress}
-    restore(last_path, saved, model=raw_model)
-    if any(not torch.allclose(t, saved["scale"][k]) for k, t in data.scale.state_dict().items()):
-        raise UserError(f"resume: the data in {data_dir} are not those the run began with")
+    for key in ("mean", "std"):  # of the data; the scale in the model becomes that of the run
+        if not torch.allclose(getattr(data.scale, key).cpu(), saved["scale"][key], atol=1e-4):
+            raise UserError(f"resume: the data in {data_dir} are not those the run began with")
+    restore(resume_path, saved, model=raw_model)
 elif kmeans_start and has_tokens:
     n = -(-32 * vocab_size // n_tokens)  # 32 tokens per value
     x = on_device(data.train_batch(seed, 0, n)[0], device)
@@ -171,7 +174,7 @@ scheduled = [
 eta_group = {"params": parts["log_eta"], "lr": 1e-3, "weight_decay": 0.0}
 optimizer = torch.optim.AdamW([*scheduled, eta_group], lr, weight_decay=weight_decay, fused=True)
 if saved:
-    restore(last_path, saved, optimizer=optimizer)
+    restore(resume_path, saved, optimizer=optimizer)
 weights = [p for group in scheduled for p in group["params"]]
 
 if world_size > 1:
@@ -227,8 +230,7 @@ if is_main:
     steps = f"{max_steps:,} {'steps' if max_steps > 1 else 'step'} of {batch_size}{shares}"
     print(f"{steps} on {device} in {dtype}, into {out_dir}")
     if resume:
-        found = "resuming at step {step}" if saved else "no last.pt yet: starting at step {step}"
-        print(found.format(**progress))
+        print("resuming" if saved else "no checkpoint yet: starting", f"at step {progress['step']}")
 
 # ---------------------------------------------------------------------------------------------
 # The loop.

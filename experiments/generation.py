@@ -103,9 +103,8 @@ def bits_per_code(flow, codes):
     """Bounds on the bits per validation code of a prior, without and given the label."""
     z_val, y_val, n = codes["z_val"].long(), codes["y_val"], 2**17 // flow.n_tokens
     row, generator = {"bits": flow.n_tokens * math.log2(flow.vocab_size)}, torch.Generator()
-    if flow.config["label_dropout"] or not flow.n_labels:  # else it has not learned p(z)
-        none = torch.full_like(y_val, flow.n_labels)
-        row["bits_flow"], _ = flow_bits(flow, z_val, none, generator.manual_seed(0), n)
+    none = torch.full_like(y_val, flow.n_labels)
+    row["bits_flow"], _ = flow_bits(flow, z_val, none, generator.manual_seed(0), n)
     if flow.n_labels:
         row["bits_flow_label"], _ = flow_bits(flow, z_val, y_val, generator.manual_seed(1), n)
     return row
@@ -178,7 +177,7 @@ def judge(out_dir):
         return (model.decode(part.to(device).long()).mean for part in z.split(BATCH))
 
     real = data.val_batches(data.val_index(), BATCH, n_workers)
-    row["accuracy_real"] = accuracy((on_device(x, device) for x, _ in real), y_val)
+    row["accuracy_real"] = accuracy((on_device(x, device) for _, x, _ in real), y_val)
     row["accuracy_reconstructed"] = accuracy(decoded(codes["z_val"]), y_val)
     row["accuracy_marginals"] = accuracy(decoded(drawn), labels)
     row["accuracy_flow"] = accuracy(decoded(generate(prior, labels, guidance)), labels)

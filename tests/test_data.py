@@ -63,8 +63,9 @@ def test_parts_make_the_whole_batch_and_batches_the_validation_set(letters, worl
     assert sum((list(range(25))[part] for part in parts), []) == list(range(25))
     whole, _ = letters.train_batch(0, 5, 25)
     assert torch.equal(torch.cat([letters.train_batch(0, 5, 25, p)[0] for p in parts]), whole)
-    x, y = zip(*letters.val_batches(letters.val_index(), 7), strict=True)
+    index, x, y = zip(*letters.val_batches(letters.val_index(), 7), strict=True)
     assert torch.equal(torch.cat(x), letters.x_val) and torch.equal(torch.cat(y), letters.y_val)
+    assert torch.equal(torch.cat(index), letters.val_index())
     assert letters.val_index(10).tolist() == list(range(10)) and len(letters.val_index(100)) == 60
 
 

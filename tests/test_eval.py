@@ -15,7 +15,7 @@ from PIL import Image
 
 from build import METHODS, build_model
 from data import ArrayDataset
-from eval import evaluate, load, load_data, validation_noise
+from eval import draw_pictures, evaluate, load, load_data, validation_noise
 from models import Bernoulli
 from report import group_by_seed, n_parameters, read_record, summary
 from run import load_checkpoint
@@ -112,6 +112,15 @@ def test_pictures_show_what_they_should(finished_run):
     for name in ("samples.png", "codes.png", "curves.png"):
         low, high = Image.open(finished_run / name).convert("L").getextrema()
         assert high - low > 100  # not blank
+
+
+def test_images_stand_above_their_reconstructions_however_few_there_are(finished_run):
+    model = load(finished_run)
+    x, y = load_data(model).x_val, load_data(model).y_val
+    for n, rows in ((5, 1), (18, 1), (40, 2)):  # of 16 images, with one of reconstructions below
+        few = ArrayDataset("glyphs", x, y, x[:n], y[:n])
+        page = draw_pictures(model, few, "cpu")["reconstructions.png"]
+        assert page.size == (min(n, 16) * 60 + 4, 2 * rows * 60 + 4)
 
 
 def test_an_exported_model_is_smaller_knows_no_local_path_and_gives_the_same_codes(
@@ -252,8 +261,9 @@ def test_the_models_of_all_methods_are_of_one_size(dataset, shape, bits):
 BAD_CALLS = {
     "": "name at least one run",
     "nowhere": "nowhere/last.pt does not exist",
-    "RUN --export_to=RUN": "a folder other than its own",
+    "RUN --export_to=RUN": "a folder that holds none",
     "nowhere --record=x.json": "must end in .jsonl",
+    "RUN --record=RUN/log.jsonl": "log.jsonl is not a record",
     "RUN/log.jsonl": "log.jsonl is not a record",
     "RUN/best.pt": "does not exist; name the folder of a run",
 }

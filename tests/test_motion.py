@@ -104,6 +104,14 @@ def test_all_components_together_are_an_exact_change_of_basis(monkeypatch):
     torch.testing.assert_close(ours, distance)
 
 
+def test_what_networks_see_of_a_motion_is_float32_even_under_autocast():
+    segments = motion_dataset().segments["train"]
+    scale, x = motion.FeatureScale.measure(segments), segments[torch.arange(4)]
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = scale(x)
+    assert seen.dtype == torch.float32 and torch.equal(seen, scale(x))
+
+
 def test_a_file_that_is_missing_or_not_the_published_one_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "LAFAN_FILES", write_lafan(tmp_path, n=40))
     monkeypatch.setattr(data, "LAFAN_URL", "http://127.0.0.1:9/")

@@ -14,7 +14,6 @@ import torch
 from conftest import ROOT, TINY, log_rows, run_here, write_mnist, write_pictures
 
 import data
-import eval as evaluation
 import run
 from data import load_dataset
 
@@ -50,7 +49,7 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "MNIST_FILES", hashes)
         patch.setattr(data, "CACHE_DIR", str(folder / "cache"))
-        patch.setattr(evaluation, "DATA_DIR", str(folder / "data"))
+        patch.setattr(data, "DATA_DIR", str(folder / "data"))
         patch.chdir(folder)
         yield folder
     load_dataset.cache_clear()

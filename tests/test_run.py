@@ -18,7 +18,15 @@ def test_content_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda number: (calls.append("fsync"), fsync(number)))
     monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("move"), replace(a, b)))
     write(str(tmp_path / "x"), "content")
-    assert calls == ["fsync", "move"]
+    assert calls == ["fsync", "move"] and os.listdir(tmp_path) == ["x"]
+
+
+def test_a_write_that_fails_leaves_only_what_was_there(tmp_path, monkeypatch):
+    (tmp_path / "x").write_text("old")
+    monkeypatch.setattr(os, "fsync", lambda number: os.write(-1, b""))  # raises OSError
+    with pytest.raises(OSError):
+        write(str(tmp_path / "x"), "content")
+    assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text() == "old"
 
 
 def test_a_log_is_cut_back_to_where_a_run_continues_and_goes_on(tmp_path):
@@ -76,7 +84,8 @@ def test_what_is_no_checkpoint_is_refused_in_one_line_and_not_executed(tmp_path,
 @pytest.mark.parametrize("state", ({"w": torch.ones(2, 2)}, {"weight": torch.ones(3)}, None))
 def test_a_state_that_does_not_fit_is_refused_in_one_line(state):
     layer = torch.nn.Linear(2, 2, bias=False)
-    with pytest.raises(UserError, match="^last.pt does not fit this version: [^\n]*$"):
+    reason = "does not fit this version: " if state else "has no model, so it cannot be continued"
+    with pytest.raises(UserError, match=f"^last.pt {reason}[^\n]*$"):
         restore("last.pt", {"model": state} if state else {}, model=layer)
     restore("last.pt", GOOD, model=layer)
     assert torch.equal(layer.weight, torch.ones(2, 2))

@@ -52,7 +52,11 @@ BAD = {
     "\nlr = 'fast'": "run.py, line 2: lr must be of type float, like 0.006; found 'fast'",
     "lr = open('/etc/passwd').read()": "line 1: a config file holds only assignments",
     "lr = = 1": "run.py: invalid syntax",
+    "lr = {[]: 1}": "line 1: a config file holds only assignments",
+    "--lr={[]: 1}": "lr must be of type float, like 0.006; found '{[]: 1}'",
     "base = 'none.py'": "none.py: No such file",
+    "base = 3": "3: No such file",
+    "lr = 1\nbase = 'none.py'": "line 2: there is no setting base",
 }
 
 
@@ -222,6 +226,8 @@ NONSENSE = {
     "dataset=lafan": ("n_tokens is 4", "64"), "dataset=cifar10 n_tokens=12": ("n_tokens is 12",),
     "credit_window=2": ("credit_window", "odd"), "image_size=4": ("image_size", "at least 8"),
     "method=fsq fsq_levels=4,5": ("fsq_levels", "vocab_size"), "device=cuba": ("device", "cuba"),
+    "method=fsq fsq_levels=4,4,x": ("fsq_levels is [4, 4, 0]", "from 2"),
+    "image_size=33": ("image_size is 33", "even"),
     "device=mps": ("device is 'mps', which cannot be used here", "only cpu and cuda"),
     "seed=-1": ("seed is -1", "zero or more"), "vocab_size=1": ("vocab_size", "at least 2"),
     "width=15": ("width", "multiple"), "n_samples=1": ("n_samples", "at least 2"),

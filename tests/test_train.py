@@ -107,7 +107,7 @@ def test_a_run_killed_at_any_moment_ends_as_if_it_had_not_been(forker, finished_
         assert done.code == -signal.SIGKILL, done.errors
         steps.append(last(out_dir)["step"] if (out_dir / "last.pt").exists() else 0)
     assert steps == [0, 4, 4, 8, 12]
-    assert "no last.pt yet" not in done.output and "resuming at step 8" in done.output
+    assert "no checkpoint yet" not in done.output and "resuming at step 8" in done.output
     forker.finish(*settings)
     assert_same_run(out_dir, finished_run)
 
@@ -212,6 +212,29 @@ def test_an_out_dir_that_holds_a_run_is_refused_and_left_alone(forker, finished_
     assert files_of(finished_run) == before
 
 
+def test_without_last_pt_a_run_continues_from_best_pt_but_a_shared_model_does_not(
+    forker, finished_run, tmp_path
+):
+    settings = (*TINY, f"--out_dir={tmp_path / 'run'}", "--resume")
+    forker.train(*settings, fault="strike('move', 4)")  # killed between the two
+    assert sorted(os.listdir(tmp_path / "run"))[0] == "best.pt"
+    assert not (tmp_path / "run" / "last.pt").exists()
+    assert "resuming at step 4" in forker.finish(*settings)
+    assert_same_run(tmp_path / "run", finished_run)
+    forker.finish(tmp_path / "run", f"--export_to={tmp_path / 'shared'}", script="eval.py")
+    before = files_of(tmp_path / "shared")
+    done = forker.train(*TINY, f"--out_dir={tmp_path / 'shared'}", "--resume")
+    assert_one_line(done, "best.pt has no optimizer, so it cannot be continued")
+    assert files_of(tmp_path / "shared") == before
+
+
+def test_a_run_does_not_continue_on_other_data(forker, finished_run):
+    before, settings = files_of(finished_run), (*TINY, f"--out_dir={finished_run}", "--resume")
+    done = forker.train(*settings, "--max_steps=13", fault="LETTERS.scale.mean.add_(0.1)")
+    assert_one_line(done, "resume: the data in", "are not those the run began with")
+    assert files_of(finished_run) == before
+
+
 def test_damaged_files_of_a_run_are_refused_or_mended(forker, finished_run, tmp_path):
     """The checkpoint is refused; the log loses what is damaged; config.json is for people."""
     out_dir = tmp_path / "run"
@@ -272,6 +295,12 @@ def test_two_processes_train_the_same_parameters_as_one(choice, forker, tmp_path
     assert "5 steps of 16, 8 for each of 2 processes on cpu" in output
     (assert_close_logs if divided else assert_close_runs)(one, two)
     assert (log_rows(one, "train")[-1]["n_split"] > 0) == (choice != "vqvae")
+
+
+def test_more_processes_than_validation_examples_are_no_problem(forker, tmp_path):
+    settings = (*TINY, "--max_steps=1", "--eval_examples=1", f"--out_dir={tmp_path / 'run'}")
+    forker.finish_ranks(*settings)
+    assert [row["examples"] for row in log_rows(tmp_path / "run", "val")] == [1]
 
 
 @pytest.fixture(scope="module")
