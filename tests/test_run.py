@@ -21,14 +21,6 @@ def test_content_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     assert calls == ["fsync", "move"] and os.listdir(tmp_path) == ["x"]
 
 
-def test_a_write_that_fails_leaves_only_what_was_there(tmp_path, monkeypatch):
-    (tmp_path / "x").write_text("old")
-    monkeypatch.setattr(os, "fsync", lambda number: os.write(-1, b""))  # raises OSError
-    with pytest.raises(OSError):
-        write(str(tmp_path / "x"), "content")
-    assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text() == "old"
-
-
 def test_a_log_is_cut_back_to_where_a_run_continues_and_goes_on(tmp_path):
     path = str(tmp_path / "log.jsonl")
     assert read_log(path) == []
