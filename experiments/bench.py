@@ -190,7 +190,8 @@ def measure(dataset, names, words, seconds, device):
 if __name__ == "__main__":
     words = sys.argv[1:]
     own = [w for w in words if w[2:].split("=")[0] in ("datasets", "methods", "seconds", "device")]
-    configure(globals(), own + [w for w in words if w in ("-h", "--help")])
+    own_words = own + [w for w in words if w in ("-h", "--help")]
+    configure(globals(), own_words, may_be_zero=("seconds",))
     device = setup_device(device)
     for dataset in datasets.split():
         if dataset not in CPU_BATCH:
