@@ -61,6 +61,8 @@ GAINS = {  # stiffness (N m / rad) and damping (N m s / rad) of the joints' cont
     "shoulder": (200, 4),
     "elbow": (200, 4),
 }
+# frames[..., QPOS] are MuJoCo's positions, whose quaternions begin with the real part; and back
+QPOS, FRAME = [0, 1, 2, 6, 3, 4, 5, *range(7, 26)], [0, 1, 2, 4, 5, 6, 3, *range(7, 26)]
 PHYSICS = mujoco.mjtState.mjSTATE_FULLPHYSICS  # time, positions (26), velocities (25)
 STAGE = """<mujoco>
   <visual><headlight ambient="0.5 0.5 0.5" diffuse="0.3 0.3 0.3"/></visual>
@@ -124,15 +126,6 @@ def load_robot(path):
     return spec.compile()
 
 
-def to_qpos(frames):
-    """Frames (..., 26) <-> MuJoCo's positions, whose quaternions begin with the real part."""
-    return np.concatenate([frames[..., :3], frames[..., [6, 3, 4, 5]], frames[..., 7:]], axis=-1)
-
-
-def to_frames(qpos):
-    return np.concatenate([qpos[..., :3], qpos[..., [4, 5, 6, 3]], qpos[..., 7:]], axis=-1)
-
-
 def resample(frames, rate=30, new_rate=50):
     """Frames (n, 26) at one rate per second -> at another; quaternions take the shorter way."""
     t = np.arange(int((len(frames) - 1) * new_rate / rate + 1e-9) + 1) * rate / new_rate
@@ -149,7 +142,7 @@ class Reference:
 
     def __init__(self, robot, frames):
         self.frames = resample(frames)  # (n, 26)
-        self.qpos, self.velocity = to_qpos(self.frames), np.zeros((len(self.frames), robot.nv))
+        self.qpos, self.velocity = self.frames[:, QPOS], np.zeros((len(self.frames), robot.nv))
         for t in range(len(self.frames) - 1):
             mujoco.mj_differentiatePos(robot, self.velocity[t], STEP, *self.qpos[t : t + 2])
         self.velocity[-1] = self.velocity[-2]
@@ -159,7 +152,7 @@ class Reference:
         """How close simulated states (K, T, d) stay to the motion at these rows (T,): (K,). Minus
         the mean square distance of joints in metres, of angles and of the pelvis's velocities. The
         end of a plan counts four times as much as its start, which can no longer be changed."""
-        frames = torch.from_numpy(to_frames(states[..., 1:27])).float()  # (K, T, 26)
+        frames = torch.from_numpy(states[..., 1:27][..., FRAME]).float()  # (K, T, 26)
         velocity = torch.from_numpy(states[..., 27:33] - self.velocity[rows, :6]).float()
         angles = frames[..., 7:] - torch.from_numpy(self.frames[rows, 7:]).float()
         distance = (joint_positions(frames) - self.joints[rows]).square().sum(dim=-1)
@@ -213,7 +206,7 @@ def follow(robot, frames, plan=None, seed=0, n_threads=1, progress=False):
         done.append(body.qpos.copy())
         if body.qpos[2] < FALLEN:
             break
-    return to_frames(np.array(done)), reference.frames[: len(done)], np.array(ess)
+    return np.array(done)[:, FRAME], reference.frames[: len(done)], np.array(ess)
 
 
 def read_checked(path, robot):
@@ -264,7 +257,7 @@ def rendered(path, done, wanted, size=256):
     stage, pages = stage.compile(), []
     bodies = mujoco.MjData(stage)
     with mujoco.Renderer(stage, size, size) as renderer:
-        for pair in zip(to_qpos(done), to_qpos(wanted), strict=True):
+        for pair in zip(done[:, QPOS], wanted[:, QPOS], strict=True):
             bodies.qpos[:] = np.concatenate(pair)
             mujoco.mj_forward(stage, bodies)
             camera.lookat[:] = *pair[0][:2], 0.85

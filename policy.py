@@ -37,9 +37,9 @@ from daps import draw
 from eval import load
 from models import AutoregressiveEncoder, Block, Sizes, sinusoids
 from motion import COLUMNS, FRAMES, GROUND, LAFAN_VAL, ROWS, ground_frame, quat_conj, quat_rotate
-from prior import digest_of_model
+from prior import digest_of_model, load_prior
 from report import save_picture
-from run import check_same_run, fit, load_checkpoint, restore, setup_device
+from run import check_same_run, fit, setup_device
 
 # ---------------------------------------------------------------------------------------------
 # Settings. Config files and --key=value override them; --help lists them.
@@ -383,16 +383,9 @@ def load_run(out_dir, device="cpu"):
 
 def load_policy(out_dir, device="cpu"):
     """The policy of a run, ready for use; its settings are in policy.config."""
-    path, model = os.path.join(out_dir, "policy.pt"), load_run(out_dir, device)
-    if not os.path.exists(path):
-        raise UserError(f"{path} does not exist; train it: python policy.py {out_dir}")
-    saved = load_checkpoint(path, ("config", "model", "step", "size", "codes_of"))
-    policy = Policy(**saved["size"])
-    restore(path, saved, model=policy)
-    if saved["codes_of"] != digest_of_model(out_dir):
-        raise UserError(f"{path}: best.pt has changed since; delete {path} to train another policy")
-    policy.config, policy.autoencoder = saved["config"] | {"step": saved["step"]}, model
-    return policy.to(device).eval().requires_grad_(False)
+    policy = load_prior(out_dir, device, Policy, "policy")
+    policy.autoencoder = load_run(out_dir, device)
+    return policy
 
 
 def noise_for(stream, seed, step, n, policy, n_draws=1, more=0):

@@ -82,14 +82,14 @@ def load_codes(out_dir, model, data, search=0, seed=0, n_workers=0):
     return cached(os.path.abspath(os.path.join(out_dir, f"codes_{key}.pt")), encode)
 
 
-def load_prior(out_dir, device="cpu"):
-    """The prior of a run, ready for use; its settings are in prior.config."""
-    path = os.path.join(out_dir, "prior.pt")
+def load_prior(out_dir, device="cpu", kind=Flow, name="prior"):
+    """The prior (or policy) of a run, ready for use; its settings are in prior.config."""
+    path = os.path.join(out_dir, f"{name}.pt")
     saved = load_checkpoint(path, ("config", "model", "step", "size", "codes_of"))
-    prior = Flow(**saved["size"])
+    prior = kind(**saved["size"])
     restore(path, saved, model=prior)
     if saved["codes_of"] != digest_of_model(out_dir):
-        raise UserError(f"{path}: best.pt has changed since; delete {path} to train another prior")
+        raise UserError(f"{path}: best.pt has changed since; delete {path} to train another {name}")
     prior.config = saved["config"] | {"step": saved["step"]}
     return prior.to(device).eval().requires_grad_(False)
 

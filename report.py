@@ -53,7 +53,9 @@ def report(runs, curves="out/curves.png", per_run=False, record=""):
     if any("pictures" in run for run in runs):
         print("pictures in each folder: reconstructions.png, samples.png, codes.png, curves.png")
     if len(runs) > 1:
-        logs = {label([r["row"]["run"] for r in g]): [r["log"] for r in g] for g in groups}
+        names = [label([run["row"]["run"] for run in group]) for group in groups]
+        names = [f"{n} ({i})" if names.count(n) > 1 else n for i, n in enumerate(names, 1)]
+        logs = {n: [run["log"] for run in group] for n, group in zip(names, groups, strict=True)}
         save_picture(curves, draw_curves(logs))
         print(f"curves of all runs: {curves}")
         for name in ("samples.png", "codes.png"):  # of the first seed of each

@@ -48,7 +48,7 @@ def load_checkpoint(path, needs=("config", "model", "step")):
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path} does not exist; name the folder of a run") from None
+        raise UserError(f"{path} does not exist: train it, or name another folder") from None
     except Exception as error:  # torch does not document what damaged files raise
         raise UserError(f"{path} is not a readable checkpoint ({type(error).__name__})") from None
     if not isinstance(saved, dict) or not set(needs) <= saved.keys():

@@ -50,7 +50,7 @@ def settings_of(dataset, method, device, words=()):
     constants, _ = settings_block(f"{ROOT}/train.py")
     config, on_gpu = f"{ROOT}/config/{dataset}_{method}.py", device.startswith("cuda")
     batch = [] if on_gpu else [f"--batch_size={CPU_BATCH[dataset]}"]
-    settings, unused = configure(constants, [config, *batch, *words])
+    settings, unused = configure(constants, [config, *batch, *words], may_be_zero=constants)
     if unused:
         raise UserError(f"{unused[0]}: neither a config file (*.py) nor --key=value")
     can_bfloat16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -119,10 +119,12 @@ class Memory(TorchDispatchMode):
 
 
 def peak_memory(function, device):
-    """The most that tensors made during a call take up at once, in MiB."""
+    """The most that tensors made during a call take up at once, in MiB. On a GPU, of the second:
+    the first compiles, and tries algorithms in large workspaces."""
     if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
+        function()
+        torch.cuda.reset_peak_memory_stats()
         function()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     with Memory() as memory:

@@ -21,6 +21,7 @@ for seed in ${SEEDS:-0}; do
   mnist daps_na_decay_1e-4 daps_na 6e-3 --weight_decay=1e-4
   mnist daps_na_ours_decay_1e-4 daps_na 6e-3 config/ours.py --weight_decay=1e-4
   mnist fsq_decay_1e-4 fsq 6e-3 --weight_decay=1e-4
+  mnist vqvae_decay_1e-4 vqvae 6e-3 --weight_decay=1e-4
   mnist gumbel_na_decay_1e-4 gumbel_na 3e-3 --weight_decay=1e-4
   mnist rloo_na rloo_na 6e-3
   mnist gumbel gumbel 3e-3 --aligned=True

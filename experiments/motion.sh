@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# LAFAN1, 640 bits a second, networks of 2 layers, as many steps as fit in the time of 750 of DAPS-NA.
+# LAFAN1, 640 bits a second, 2 layers (fsq: 3, to match sizes), in the time of 750 steps of DAPS-NA.
 cd "$(dirname "$0")/.."
 . experiments/run.bash
 

@@ -6,6 +6,7 @@
 
 The first trains with train.py and these arguments. Every 20 steps it also samples the codes of 8
 examples in parallel and writes the passes, and how many tokens differ. The second draws such files.
+Steps are counted from the start of the program, which must be that of the run.
 """
 
 import json
@@ -26,12 +27,11 @@ EVERY, EXAMPLES = 20, 8
 
 
 def one_pass(tokens, context, z, noise):
-    """Logits (N, L, B, V) of every token of z (N, L, B) given those before it, with gradient, and
-    what noise (N, K, B) draws from them: (N, K, B). L is K, or 1 for codes that do not differ."""
-    logits = tokens.logits(context, z)
-    N, L, B = z.shape
+    """What noise (N, K, B) draws for every token of codes z (N, L, B), given those before it:
+    (N, K, B). L is K, or 1 for codes that do not differ."""
+    logits, (N, L, B) = tokens.logits(context, z), z.shape  # (N, L, B, V)
     u = noise.view(N, L, -1, B).transpose(2, 3).contiguous()  # (N, L, B, K / L)
-    return logits, draw_tokens(logits.detach(), u).transpose(2, 3).reshape(noise.shape).contiguous()
+    return draw_tokens(logits, u).transpose(2, 3).reshape(noise.shape).contiguous()
 
 
 class ParallelSampler:
@@ -44,17 +44,16 @@ class ParallelSampler:
     """
 
     def __call__(self, tokens, context, noise):
-        """Codes (N, K, B) of a TokenDecoder, logits (N, K, B, V) with gradient, and the number of
-        passes. The first is for one code per example: it sees no tokens, only unknown ones."""
+        """Codes (N, K, B) of a TokenDecoder and the number of passes. The first is for one code per
+        example: it sees no tokens, only unknown ones."""
         N, _, B = noise.shape
         z = torch.full((N, 1, B), tokens.vocab_size, device=noise.device)  # as before token 0
-        _, z = one_pass(tokens, context, z, noise)
+        z = one_pass(tokens, context, z, noise)
         for n_passes in range(2, B + 2):
-            logits, drawn = one_pass(tokens, context, z, noise)
-            if torch.equal(drawn, z) or n_passes > B:
+            last, z = z, one_pass(tokens, context, z, noise)
+            if torch.equal(last, z) or n_passes > B:
                 break
-            logits, z = None, drawn  # also frees what its gradient would need
-        return z, logits, n_passes
+        return z, n_passes
 
 
 def record(path, argv):
@@ -65,10 +64,10 @@ def record(path, argv):
         z = original(self, patches, noise, *choose)
         if self.training and n_steps[0] % EVERY == 0:
             context = self.tokens.context(patches[:EXAMPLES])
-            ours, _, n_passes = parallel(self.tokens, context, noise[:EXAMPLES])
+            ours, n_passes = parallel(self.tokens, context, noise[:EXAMPLES])
             row = {"step": n_steps[0], "passes": n_passes, "tokens": ours.numel()}
             row["differ"] = (ours != z[:EXAMPLES]).sum().item()
-            with open(path, "a") as file:
+            with open(path, "a" if n_steps[0] else "w") as file:
                 print(json.dumps(row), file=file)
         n_steps[0] += self.training
         return z

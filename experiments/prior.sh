@@ -3,7 +3,7 @@
 cd "$(dirname "$0")/.."
 . experiments/run.bash
 
-runs=$(echo out/mnist/{daps_na_ours_decay_1e-4,fsq_decay_1e-4,vqvae}_s0)
+runs=$(echo out/mnist/{daps_na_ours_decay_1e-4,fsq_decay_1e-4,vqvae_decay_1e-4}_s0)
 python prior.py $runs --max_steps=6000 --guidance=2
 for guidance in 1 2; do
   python experiments/generation.py $runs --guidance=$guidance

@@ -47,6 +47,7 @@ def starts(data, name):
     """The segments (n,) of each motion of a file."""
     n, index = -(-int(30 * seconds) // 32), data.segments["val"].by_clip[LAFAN_VAL.index(name)]
     index = index[1:]  # the first second is a history
+    n = min(n, len(index))
     for i in range(n_starts):
         first = i * (len(index) - n) // max(n_starts - 1, 1)
         yield first, index[first : first + n]
@@ -84,7 +85,6 @@ if __name__ == "__main__":
     data = load_dataset("lafan", data_dir)
     robot = load_robot(os.path.join(os.path.expanduser(data_dir), "lafan1", "h1.xml"))
     shared = [settings[key] for key in PLANS]
-    os.makedirs(os.path.dirname(results) or ".", exist_ok=True)
     rows = read_log(results)
     write_lines(results, rows)  # without a last line that was cut off
     known = {json.dumps(row["key"]): row for row in rows}

@@ -7,7 +7,7 @@
             this code, and the encoder imitates it: weighted maximum likelihood with one weight
     sweep   K codes become K values of each token in turn, the other tokens fixed, weighted as in
             eq. (5); the token moves to one of them, drawn by these weights. The encoder imitates
-            them, the decoder learns from the first and the last code. For daps_na
+            them, the decoder learns from the first and the last code
 
 All take the same time, data, learning rates and weight decay. Before and after, validation
 examples are coded by draws and by a search with 64 decodings.
@@ -70,10 +70,11 @@ def sweep_loss(model, x, beta, u):
 
 
 def train(model, data, way):
-    """Train for `minutes`; the number of steps."""
+    """Train for `minutes` of processor time; the number of steps."""
     config, step, started = model.config, 0, time.process_time()
     model.train().requires_grad_(True)
     model.log_eta.requires_grad_(False)
+    model.encoder.head.log_scale.requires_grad_(config["scale_lr"] > 0)  # as in train.py
     decay = config["weight_decay"]
     optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=decay, fused=True)
     while (spent := (time.process_time() - started) / 60 / minutes) < 1:
@@ -98,15 +99,15 @@ def train(model, data, way):
 if __name__ == "__main__":
     _, runs = configure(globals(), sys.argv[1:])
     if not runs:
-        raise UserError("name a run of daps or daps_na: assets/mnist_daps")
+        raise UserError("name a run of daps_na: assets/mnist_daps")
     setup_device("cpu")
     lines = [("run", "way", "steps", "log p(x|z)", "PSNR", "searched log p", "searched PSNR")]
     for run in runs:
         for way in ways.split():
             torch.manual_seed(seed)
             model = load(run)
-            if not isinstance(model, DAPS):
-                raise UserError(f"{run}: the method must be daps or daps_na")
+            if not isinstance(model, DAPS) or model.encoder.autoregressive or model.decoder.window:
+                raise UserError(f"{run}: must be a run of daps_na without a credit window")
             data = load_data(model, data_dir)
             n_steps = train(model, data, way) if way != "none" else 0
             row = [run, way, f"{n_steps}"]

@@ -37,11 +37,11 @@ def standing(n):
 def test_the_robot_s_links_are_where_motion_py_has_them(robot):
     body = mujoco.MjData(robot)
     for frame in motion_frames(40)[::13]:
-        body.qpos[:] = control.to_qpos(frame)
+        body.qpos[:] = frame[control.QPOS]
         mujoco.mj_kinematics(robot, body)
         expected = joint_positions(torch.from_numpy(frame)).numpy()
         np.testing.assert_allclose(body.xpos[1:], expected, atol=1e-4)
-        np.testing.assert_allclose(control.to_frames(body.qpos), frame, atol=1e-12)
+        np.testing.assert_allclose(body.qpos[control.FRAME], frame, atol=1e-12)
 
 
 def test_a_robot_in_a_standing_pose_stands_for_five_seconds(robot):

@@ -259,7 +259,7 @@ BAD_CALLS = {
     "nowhere --record=x.json": "must end in .jsonl",
     "RUN --record=RUN/log.jsonl": "log.jsonl is not a record",
     "RUN/log.jsonl": "log.jsonl is not a record",
-    "RUN/best.pt": "does not exist; name the folder of a run",
+    "RUN/best.pt": "does not exist: train it, or name another folder",
 }
 
 
@@ -269,14 +269,10 @@ def test_a_bad_call_is_refused_in_one_line(call, finished_run):
     assert_one_line(run_here("eval.py", *words), BAD_CALLS[call])
 
 
-def test_a_damaged_log_does_not_stop_an_evaluation_and_ctrl_c_does_in_one_line(
-    finished_run, forker, tmp_path
-):
+def test_a_damaged_log_does_not_stop_an_evaluation(finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
     (tmp_path / "run" / "log.jsonl").write_bytes(b'{"step": \xff')
     assert run_here("eval.py", tmp_path / "run").code == 0
-    done = forker.train(tmp_path / "run", script="eval.py", fault="strike('start', 1, 2)")
-    assert (done.code, done.errors) == (130, "error: stopped\n")
 
 
 def test_a_reader_that_leaves_early_such_as_head_sees_no_traceback(tmp_path):

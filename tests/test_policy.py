@@ -15,15 +15,7 @@ import motion
 import policy as script
 from build import build_model
 from motion import FRAMES
-from policy import (
-    BLEND,
-    centre_of_mass,
-    describe_window,
-    joined,
-    poses_and_path,
-    seen_from,
-    start,
-)
+from policy import BLEND, centre_of_mass, describe_window, joined, poses_and_path, seen_from, start
 from run import load_checkpoint, save
 
 FEW = ("--max_steps=4", "--eval_interval=2", "--batch_size=4", "--width=16", "--n_layers=1")
@@ -250,7 +242,7 @@ def test_what_a_user_can_fix_is_said_in_one_line(run, tmp_path):
             (f"{ROOT}/assets/mnist_daps",),
             "is a run of daps_na mnist, must have discrete codes of lafan",
         ),
-        ((tmp_path, "--say=walk"), "policy.pt does not exist; train it: python policy.py"),
+        ((tmp_path, "--say=walk"), "policy.pt does not exist: train it, or"),
         ((run, "--say=stroll"), "say is 'stroll', must be words of dance, fall, fight, get, jump,"),
         ((run, "--path=spiral"), "path is 'spiral', must be straight, circle"),
         ((run, "--path=circle", "--speed=9"), "asks for 9.0 m/s, must be at most 8"),

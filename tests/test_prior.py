@@ -205,14 +205,9 @@ def trainer(tmp_path, monkeypatch):
 
 
 def test_a_stopped_and_resumed_training_equals_an_uninterrupted_one(trainer, monkeypatch, capsys):
-    whole, indices = trainer("whole"), script.train_indices
-
-    def interrupted(n, seed, step, batch_size):
-        if step == 5:
-            signal.raise_signal(signal.SIGTERM)
-        return indices(n, seed, step, batch_size)
-
-    monkeypatch.setattr(script, "train_indices", interrupted)
+    indices, stop = script.train_indices, lambda: signal.raise_signal(signal.SIGTERM)
+    whole = trainer("whole")
+    monkeypatch.setattr(script, "train_indices", lambda *a: (a[2] == 5 and stop()) or indices(*a))
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         trainer("parts")
     assert "stopped at step 6; the same command continues" in capsys.readouterr().out
