@@ -229,7 +229,7 @@ class Quantised(Method):
 
     def proposals(self, x, z):
         """Logits (N, B, V) of values worth trying: minus their squared distance from the encoder's
-        vector, in units of a quarter of the mean distance of the nearest one."""
+        vector, in units of a quarter of the mean squared distance of the nearest one."""
         distance = torch.cdist(*self.vectors_and_table(x)).square()
         return -4 * distance / distance.amin(dim=-1).mean(dim=1).clamp_min(1e-12).view(-1, 1, 1)
 
@@ -348,7 +348,7 @@ class VQVAE(Quantised):
 
 
 class Gaussian(Method):
-    """A Gaussian VAE with as many float32 numbers as fit in the bits of the discrete codes."""
+    """A Gaussian VAE with as many float32 numbers as fit in the bits of discrete codes, or one."""
 
     discrete = False
     decode = Quantised.decode

@@ -97,11 +97,13 @@ def checked(key, value, settings, where):
     if type(value) is not wanted or value in (float("inf"), -float("inf")):
         like = f"{wanted.__name__}, like {settings[key]!r}"
         raise UserError(f"{where}: {key} must be of type {like}; found {value!r}")
-    return value
+    return os.path.expanduser(value) if wanted is str else value
 
 
-def read_config(path):
+def read_config(path, above=()):
     """The assignments of a config file, those of its base first: (key, value, file and line)."""
+    if os.path.realpath(path) in above:
+        raise UserError(f"config file {path}: it is its own base")
     try:
         with open(path, encoding="utf-8") as file:
             tree = ast.parse(file.read())
@@ -117,14 +119,15 @@ def read_config(path):
         except (AttributeError, ValueError, TypeError):
             raise UserError(f"{where}: a config file holds only assignments like lr = 1") from None
         if key == "base" and statement is body[0]:
-            yield from read_config(os.path.join(os.path.dirname(path), str(value)))
+            base = os.path.join(os.path.dirname(path), str(value))
+            yield from read_config(base, (*above, os.path.realpath(path)))
         else:
             yield key, value, where
 
 
 def settings_block(path):
     """The settings of a script without running it: those that are literals, as a dict, and the
-    names of those below "# may differ", which change no result."""
+    names of those below "# may differ", which a resumed run may change."""
     with open(path, encoding="utf-8") as file:
         block = re.search(r"^# Settings.*?(?=^# ---)", file.read(), re.MULTILINE | re.DOTALL)[0]
     constants, may_differ = {}, ast.parse(block[block.index("# may differ") :]).body

@@ -217,9 +217,11 @@ def read_checked(path, robot):
         raise UserError(f"{path} is not a table of numbers ({error})") from None
     except OSError:
         raise UserError(f"{path} cannot be read: is it there?") from None
+    found = f"{path} has {frames.shape[0]} rows of {frames.shape[1]} numbers"
     if frames.shape[1] != 26 or len(frames) < 2 or not np.isfinite(frames).all():
-        found = f"{path} has {frames.shape[0]} rows of {frames.shape[1]} numbers"
         raise UserError(f"{found}; must be two or more rows of 26, all finite, as in LAFAN1")
+    if not frames[:, 3:7].any(axis=1).all():
+        raise UserError(f"{found}; 4 to 7 must be a quaternion, not all zero")
     beyond = np.abs(frames[:, 7:] - frames[:, 7:].clip(*robot.jnt_range[1:].T)).max(axis=0)
     if beyond.max() > 0.5:  # LAFAN1 itself exceeds them by up to 0.2
         name = robot.joint(1 + int(beyond.argmax())).name
@@ -292,7 +294,7 @@ if __name__ == "__main__":
             mujoco.Renderer(robot, 8, 8).close()
         except Exception:
             raise UserError(f"MUJOCO_GL={renderer} cannot draw here: leave it unset") from None
-    frames = read_checked(paths[0], robot)[round(30 * start) :][: round(30 * seconds) + 1]
+    frames = read_checked(paths[0], robot)[round(30 * start) :][: max(1, round(30 * seconds)) + 1]
     if len(frames) < 2:
         raise UserError(f"start is {start}, must be before the end of {paths[0]}")
     plan = Plan(n_samples, n_updates)

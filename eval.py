@@ -87,11 +87,9 @@ def validation_codes(model, x, index, search=0):
 def evaluate(model, data, beta, index, device, batch_size=BATCH, n_workers=0, search=0):
     """Means over the validation examples at index, with one code per x: metrics (a dict of floats,
     explained in docs/logged_metrics.md), and counts (B, V) of how often each position used each
-    value. None where there is no q (VQ-VAE, FSQ, searched codes) or no discrete code.
-
-    Processes share the work. The last batch is padded with repeats, which are not counted, so
-    compiled code sees one shape.
-    """
+    value. None where there is no q (VQ-VAE, FSQ, searched codes) or no discrete code. Processes
+    share the work. The last batch is padded with repeats, which are not counted, so that compiled
+    code sees one shape."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     was_training = model.training
     model.eval()
@@ -236,6 +234,8 @@ def evaluate_runs(sources, fid_weights="", curves="", per_run=False, record="", 
             print(f"{source} is not a run: left out")  # python eval.py out/*
         else:
             runs.append(evaluate_run(source, inception=inception, **options))
+    if not runs:
+        raise UserError(f"none of these is a run: {', '.join(sources)}")
     if any("fid" in run["row"] and "pictures" in run for run in runs) and not inception:
         print(f"FID: needs --fid_weights=path to {fid.FID_WEIGHTS}, from {fid.FID_URL}")
     return report(runs, curves, per_run, record)
@@ -245,24 +245,23 @@ if __name__ == "__main__":
     checkpoint = "best"  # best: highest validation beta-ELBO, or log p(x|z) if it has none; last
     data_dir = ""  # where the data sets are; empty: the run's data_dir
     device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
-    n_workers = 8  # imagenet: processes that decode images, at most one per core
+    n_workers = 8  # imagenet, lafan: processes that read ahead, at most one per core
     search = 0  # decodings per example to spend on better codes; 0: none
     fid_weights = ""  # file with the weights of Inception, for FID; empty: no FID
     export_to = ""  # a folder for the model alone, to share: without optimizer and local paths
     curves = "out/curves.png"  # file for the curves of several runs in one picture
     per_run = False  # a row for every run, even if only seeds differ
-    record = ""  # a file (*.jsonl) for the rows, settings and curves of these runs
+    record = ""  # a file (*.jsonl) to add the rows, settings and curves of these runs to
 
     settings, out_dirs = configure(globals(), sys.argv[1:], may_be_zero=("n_workers",))
     if not out_dirs:
         raise UserError("name at least one run: python eval.py out/glyphs_daps")
     if record and not record.endswith(".jsonl"):
         raise UserError(f"record is {record!r}, must end in .jsonl")
-    if os.path.exists(record):
-        read_record(record)  # another file is not replaced
     settings["device"] = setup_device(device)
     if settings.pop("export_to"):
         if len(out_dirs) > 1 or os.path.exists(os.path.join(export_to, "last.pt")):
             raise UserError("export_to takes one run, and a folder that holds none")
         export(out_dirs[0], checkpoint, export_to)
-    evaluate_runs(out_dirs, **settings)
+    known = [record] if os.path.exists(record) else []  # the runs that it holds are kept
+    evaluate_runs(known + out_dirs, **settings)

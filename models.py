@@ -56,7 +56,7 @@ class Scale(nn.Module):
 
 class TokenLogProb(torch.autograd.Function):
     """log q of every token: logits (..., V), z (...) -> (...) float32, with gradient. It saves only
-    the logits, in their own dtype, and avoids exp, which is slow on CPUs where it underflows."""
+    the logits, in their own dtype; on CPUs, softmax is faster than exp where that underflows."""
 
     @staticmethod
     def forward(ctx, logits, z):

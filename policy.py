@@ -54,8 +54,8 @@ seed = 0  # of parameters, batches and noise
 # may differ when a policy is continued (max_steps stretches the schedule)
 max_steps = 2000
 eval_interval = 500  # steps between validations, each of which saves policy.pt
-say = ""  # no training, a command: what to do, in words
-path = ""  # no training, a command: straight, circle, square, figure8, still, or a CSV of x, y
+say = ""  # what the robot should do, in words; if set, this command instead of training
+path = ""  # where to go, also a command: straight, circle, square, figure8, still, a CSV of x, y
 seconds = 10.0  # length of a command, unless its path is a file
 speed = 1.2  # m/s, along a path that is not a file
 guidance = 1.0  # 0: ignore all conditions; 1: p(z | conditions); above: more typical of them
@@ -307,7 +307,8 @@ def phrase(name):
 
 def words_of(text):
     """The words of a text that count, singular and plural alike: "jumps" is "jump"."""
-    return [word.removesuffix("s") for word in text.lower().split() if word != "and"]
+    words = re.findall("[a-z]+", text.lower())
+    return [word.removesuffix("s") for word in words if word != "and"]
 
 
 def vocabulary(texts, text_encoder=""):
@@ -480,7 +481,8 @@ def read_path(name, speed, seconds):
             wanted = f"{', '.join(HEADINGS)} or a CSV file of x, y"
             raise UserError(f"path is {name!r}, must be {wanted}") from None
         if way.dim() != 2 or way.size(1) != 2 or len(way) < 3 or not way.isfinite().all():
-            raise UserError(f"{name} has {len(way)} rows of {way.size(1)}, must have x, y at 30 Hz")
+            found = f"{len(way)} rows of {way.size(1)}"
+            raise UserError(f"{name} has {found}, must have x, y at 30 Hz: 3 rows or more, finite")
         way = way[1:] - way[0]
     fastest = FPS * way.diff(dim=0, prepend=way.new_zeros(1, 2)).norm(dim=1).max().item()
     if fastest > TOP_SPEED:

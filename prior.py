@@ -41,7 +41,7 @@ n_steps = 40  # Euler steps of sampling; the authors' dt is 1/40
 guidance = 1.0  # 0: ignore labels; 1: p(z | label); above: more typical of the label
 data_dir = ""  # where the data sets are; empty: the run's data_dir
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
-n_workers = 8  # imagenet: processes that decode images, at most one per core
+n_workers = 8  # imagenet, lafan: processes that read ahead, at most one per core
 # ---------------------------------------------------------------------------------------------
 # codes and prior of a run, kept in its folder
 

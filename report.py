@@ -60,8 +60,7 @@ def report(runs, curves="out/curves.png", per_run=False, record=""):
         print(f"curves of all runs: {curves}")
         for name in ("samples.png", "codes.png"):  # of the first seed of each
             firsts = [run for run, *_ in groups if name in run.get("pictures", {})]
-            pages = {run["row"]["run"]: run["pictures"][name] for run in firsts}
-            if pages:
+            if pages := {run["row"]["run"]: run["pictures"][name] for run in firsts}:
                 save_picture(path := os.path.join(os.path.dirname(curves), name), stack(pages))
                 print(f"{name} of all runs: {path}")
     if record:
@@ -79,6 +78,8 @@ def group_by_seed(runs, per_run=False):
     groups, repeats = {}, Counter()
     for i, run in enumerate(runs):
         settings = sorted((k, v) for k, v in run["config"].items() if k not in may_differ)
+        if run["config"].get("dataset") == "imagenet":  # any folder of images
+            settings += [run["config"]["data_dir"], run["row"]["examples"]]
         key = i if per_run else repr([settings, [row["step"] for row in run["log"][-1:]]])
         same = key, run["config"]["seed"]
         groups.setdefault((key, repeats[same]), []).append(run)

@@ -87,7 +87,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
 dtype = ""  # of matrix products: float32, bfloat16; empty: bfloat16 on GPUs that compute in it
 use_compile = True  # torch.compile, on GPUs
 cuda_graphs = True  # autoregressive, compiled: replay the sampler's steps as CUDA graphs
-n_workers = 8  # imagenet: processes that decode images, at most one per core
+n_workers = 8  # imagenet, lafan: processes that read ahead, at most one per core
 # ---------------------------------------------------------------------------------------------
 
 argv = sys.argv[1:]
@@ -138,7 +138,7 @@ except ValueError as error:
     raise UserError(error) from None
 has_tokens = raw_model.discrete and raw_model.has_kl  # and a distribution over them
 
-out_dir = settings["out_dir"] = os.path.expanduser(out_dir or f"out/{dataset}_{method}")
+out_dir = settings["out_dir"] = out_dir or f"out/{dataset}_{method}"
 last_path, best_path = (os.path.join(out_dir, name) for name in ("last.pt", "best.pt"))
 if is_main and os.path.exists(os.path.join(out_dir, "log.jsonl")) and not resume:
     raise UserError(f"{out_dir} holds a run: --resume continues it; or name another --out_dir")

@@ -65,12 +65,9 @@ def count_values(decoder):
 @torch.no_grad()
 def split_values(model, optimizer, generator, rare=0.05, noise=0.2):
     """Turn each value used less than `rare` of an even share since the last split into a copy of a
-    common one; return how many.
-
-    Copies split the probability of their source, so their total does not change; nor does
-    log p(x|z), except for noise on the decoder's vectors, in units of the table's standard
-    deviation, which lets copies diverge. Optimizer moments are copied too.
-    """
+    common one; return how many. Copies split the probability of their source, so their total does
+    not change; nor does log p(x|z), except for noise on the decoder's vectors, in units of the
+    table's standard deviation, which lets copies diverge. Optimizer moments are copied too."""
     encoder, table = model.encoder, model.decoder.embed.weight
     count, V = model.decoder.usage.tolist(), encoder.vocab_size
     dead = [v for v in range(V) if count[v] < rare * sum(count) / V]

@@ -30,7 +30,7 @@ n_generated = 2000  # codes generated
 classifier_steps = 1000  # training steps of the classifier
 data_dir = ""  # where the data sets are; empty: the run's data_dir
 device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu, cuda, cuda:1
-n_workers = 8  # imagenet: processes that decode images, at most one per core
+n_workers = 8  # imagenet: processes that read ahead, at most one per core
 
 TABLE = (
     ("bits per code: B log2 V", "bits", "{:g}"),

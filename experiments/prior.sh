@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generation: a prior over the codes of the runs of experiments/mnist.sh, which must be there.
+# Generation: a prior over the codes of runs of experiments/mnist.sh, which come first.
 cd "$(dirname "$0")/.."
 . experiments/run.bash
 

@@ -22,9 +22,9 @@ import torch
 from configurator import UserError, configure
 from control import FALLEN, Plan, follow, load_robot, score
 from data import DATA_DIR, load_dataset
-from eval import load, reconstruct
+from eval import reconstruct
 from motion import LAFAN_VAL
-from policy import centre_of_mass, load_policy, phrase, seen_from, start
+from policy import centre_of_mass, load_policy, load_run, phrase, seen_from, start
 from report import print_aligned, write_lines
 from run import read_log, setup_device
 
@@ -39,7 +39,7 @@ eta = 0.0  # a fixed temperature; 0: solved for ess_target
 seed = 0  # of the noise
 results = "out/robot.jsonl"  # one line per trial
 data_dir = DATA_DIR  # with lafan1/h1 and lafan1/h1.xml
-cached_run, cached_policy = functools.cache(load), functools.cache(load_policy)
+cached_run, cached_policy = functools.cache(load_run), functools.cache(load_policy)
 PLANS = ("n_samples", "n_updates", "ess_target", "eta", "seed", "seconds")  # a trial's settings
 
 

@@ -30,6 +30,8 @@ picture = ""  # file for the picture; empty: none
 def curve(run):
     """[(decodings, log p(x|z), PSNR, ms per example)]; 0 decodings: codes as they are drawn."""
     model = load(run)
+    if not model.discrete:
+        raise UserError(f"{run}: the code of a Gaussian VAE is not discrete")
     data, rows = load_data(model, data_dir), []
     for budget in (0, *map(int, budgets.split())):
         started, index = time.perf_counter(), data.val_index(n_examples)
@@ -43,6 +45,8 @@ if __name__ == "__main__":
     settings, runs = configure(globals(), sys.argv[1:])
     if not runs:
         raise UserError("name at least one run: python experiments/search_curve.py out/glyphs_daps")
+    if not all(map(str.isdecimal, budgets.split())):
+        raise UserError(f"budgets is {budgets!r}, must be whole numbers")
     setup_device("cpu")
     torch.set_num_threads(1)
     lines, panels = [("run", "decodings", "log p(x|z)", "PSNR", "ms")], {}

@@ -100,6 +100,8 @@ if __name__ == "__main__":
     _, runs = configure(globals(), sys.argv[1:])
     if not runs:
         raise UserError("name a run of daps_na: assets/mnist_daps")
+    if unknown := set(ways.split()) - {"none", "daps", "search", "sweep"}:
+        raise UserError(f"ways: there is no {unknown.pop()} in none, daps, search, sweep")
     setup_device("cpu")
     lines = [("run", "way", "steps", "log p(x|z)", "PSNR", "searched log p", "searched PSNR")]
     for run in runs:

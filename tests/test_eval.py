@@ -179,12 +179,11 @@ def test_several_runs_make_one_table_one_plot_and_a_record_of_both(finished_run,
     assert vqvae[1:5] == ["vqvae", "-", "40", "-"]
     assert [run["row"] for run in read_record(record)] == rows
     assert {run["config"]["out_dir"] for run in read_record(record)} == {""}
-    # The record alone gives the same; a run that is evaluated again replaces its record.
+    # The record alone gives the same; a run that is evaluated again replaces itself in it.
     again = run_here("eval.py", record, f"--curves={pictures[1]}")
     assert again.output.splitlines()[:3] == lines[:3] and "FID" not in again.output
     assert pictures[0].read_bytes() == pictures[1].read_bytes()
-    old = shutil.copy(record, tmp_path / "old.jsonl")
-    run_here("eval.py", old, finished_run, f"--curves={pictures[1]}", *options)
+    run_here("eval.py", finished_run, f"--curves={pictures[1]}", *options)
     assert [run["row"] for run in read_record(record)] == rows
     shown = run_here("eval.py", record, f"--curves={pictures[1]}", "--per_run").output
     assert len(shown.splitlines()[:4]) == 4 and "+-" not in shown
@@ -193,7 +192,7 @@ def test_several_runs_make_one_table_one_plot_and_a_record_of_both(finished_run,
 def made_up(seed, step=100, elbo=-80.0, **config):
     """A run: its row of the table and its config."""
     row = {"run": f"out/mnist_{seed}", "method": "daps", "bits": 64.0, "beta_elbo": elbo}
-    row |= {"kl": 40.0, "encoder": 1000, "steps": step}
+    row |= {"kl": 40.0, "encoder": 1000, "steps": step, "examples": 9}
     base = {"method": "daps", "lr": 1e-3, "aligned": False, "seed": seed, "out_dir": row["run"]}
     config = base | {"step": step, "seconds": 9.0 + seed} | config
     return {"row": row, "config": config, "log": [{"step": 300, "split": "val"}]}
@@ -219,7 +218,9 @@ def test_a_run_with_another_setting_unfinished_or_of_the_same_seed_is_not_averag
     runs = [made_up(0), unfinished, again, made_up(2)]
     assert group_by_seed(runs) == [[runs[0], runs[3]], [unfinished], [again]]
     same = [{}, {"data_dir": "/x"}, {"resume": True}, {"overwrite": True}, {"eval_interval": 7}]
-    assert len(group_by_seed([made_up(i, **s) for i, s in enumerate(same)])) == 1
+    folders = [{"dataset": "imagenet", "data_dir": path} for path in ("/x", "/y")]
+    for several, n_groups in ((same, 1), (folders, 2)):
+        assert len(group_by_seed([made_up(i, **s) for i, s in enumerate(several)])) == n_groups
 
 
 def test_a_number_that_not_all_runs_of_a_group_have_is_not_averaged():
@@ -257,6 +258,7 @@ BAD_CALLS = {
     "nowhere": "nowhere/last.pt does not exist",
     "RUN --export_to=RUN": "a folder that holds none",
     "nowhere --record=x.json": "must end in .jsonl",
+    "RUN/a RUN/b --record=RUN/x.jsonl": "none of these is a run",
     "RUN --record=RUN/log.jsonl": "log.jsonl is not a record",
     "RUN/log.jsonl": "log.jsonl is not a record",
     "RUN/best.pt": "does not exist: train it, or name another folder",

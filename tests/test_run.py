@@ -96,9 +96,8 @@ def test_a_run_continues_only_as_itself():
 
 
 def test_a_signal_that_is_repeated_ends_a_program_only_after_twenty_seconds(monkeypatch):
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    stop, now = StopSignal(), time.monotonic()
     try:
-        stop, now = StopSignal(), time.monotonic()
         for number, later in ((signal.SIGTERM, 0), (signal.SIGINT, 1), (signal.SIGTERM, 19)):
             monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
             os.kill(os.getpid(), number)
@@ -108,5 +107,4 @@ def test_a_signal_that_is_repeated_ends_a_program_only_after_twenty_seconds(monk
             stop.catch(signal.SIGINT, None)
         assert end.value.code == 130
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        stop.release()

@@ -28,9 +28,9 @@ def settings(*argv):
 
 
 def test_arguments_are_literals_of_the_settings_types(tmp_path):
-    found = settings("--lr=1", "--max_steps=5_0", "--method=a=b 1", "--resume", "out/run")
-    assert found == (1.0, 50, "a=b 1", True, ["out/run"]) and type(found[0]) is float
-    assert settings("--resume=true", "--resume=False") == (6e-3, 2000, "daps", False, [])
+    found = settings("--lr=1", "--max_steps=5_0", "--method=~/a=b 1", "--resume", "out/run")
+    assert found == (1.0, 50, os.path.expanduser("~/a=b 1"), True, ["out/run"])
+    assert type(found[0]) is float and not settings("--resume=true", "--resume=False")[3]
 
 
 def test_files_and_arguments_apply_from_left_to_right_and_a_base_before_its_file(tmp_path):
@@ -56,6 +56,7 @@ BAD = {
     "--lr={[]: 1}": "lr must be of type float, like 0.006; found '{[]: 1}'",
     "base = 'none.py'": "none.py: No such file",
     "base = 3": "3: No such file",
+    "base = 'run.py'": "run.py: it is its own base",
     "lr = 1\nbase = 'none.py'": "line 2: there is no setting base",
 }
 
