@@ -2,7 +2,7 @@
 
 Our changes to the paper for short budgets, added to another config. The query of token t sees patch
 t (autoregressive methods); rarely used values become copies of common ones; and, if each token has
-its own region of x, DAPS weights it by the window around that region. docs/differences.md, "For
+its own region of x, DAPS weights it by log p of a window around it. docs/differences.md, "For
 short budgets", has more. For codes of 64 tokens, add config/ours_64.py instead.
 """
 
