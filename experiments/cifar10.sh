@@ -14,9 +14,12 @@ for seed in ${SEEDS:-0}; do
   cifar daps_na_ess_0.75 daps_na 4e-3 $ours --ess_target=0.75
   cifar gumbel_na $gumbel
   cifar vqvae vqvae 1e-3
-  cifar vqvae_slow_3e-3 vqvae 3e-3 --encoder_lr=0.1
   for lr in 3e-4 1e-3 3e-3; do cifar "fsq_$lr" fsq "$lr"; done
-  for lr in 3e-3 6e-3; do cifar "fsq_slow_$lr" fsq "$lr" --encoder_lr=0.1; done
+  # three learning rates of each, with a slow encoder; two of them stand above
+  for lr in 2e-3 8e-3; do cifar "daps_na_ess_0.75_$lr" daps_na "$lr" $ours --ess_target=0.75; done
+  for lr in 1.5e-3 6e-3; do cifar "gumbel_na_$lr" $gumbel --lr="$lr"; done
+  for lr in 1.5e-3 3e-3 6e-3; do cifar "vqvae_slow_$lr" vqvae "$lr" --encoder_lr=0.1; done
+  for lr in 3e-3 6e-3 1.2e-2; do cifar "fsq_slow_$lr" fsq "$lr" --encoder_lr=0.1; done
   cifar daps daps 4e-3 $ours
   long="--max_steps=10000 --eval_interval=500"
   cifar daps_na_10000 daps_na 4e-3 $ours $long
