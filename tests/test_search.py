@@ -57,6 +57,9 @@ def test_groups_equal_one_token_at_a_time_where_windows_do_not_overlap():
     matters = lonely > 0
     assert torch.equal(in_groups[:, matters], one_by_one[:, matters])
     assert torch.equal(in_groups[:, matters], table.argmax(dim=2)[:, matters])
+    first = torch.randint(7, (5, 1, 6), generator=torch.Generator().manual_seed(1))
+    z = search(x, first, regions, lambda x, z: 0 * table, 11, fixed_noise(5), (6,), 4)  # one round
+    assert (regions(x, z[:, None]) >= regions(x, first)).all()  # token by token
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 17, 64])
