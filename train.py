@@ -1,7 +1,7 @@
 """Train a discrete autoencoder.
 
     python train.py                                             DAPS on glyphs, minutes on a laptop
-    python train.py config/mnist_daps.py                        the paper's run on MNIST: nine hours
+    python train.py config/mnist_daps.py                        the paper's run on MNIST: hours
     python train.py config/mnist_daps.py config/short.py        the same in 3,000 steps, for a CPU
     python train.py config/mnist_daps.py --resume               continue after an interruption
     torchrun --nproc_per_node=2 train.py config/mnist_daps.py   two processes share every batch

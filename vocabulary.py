@@ -4,7 +4,7 @@ A value that the encoder does not draw is not learned by the decoder, so its rew
 is drawn, so it is drawn less: most of a vocabulary can die in the first steps. `split_values` turns
 dying values into copies of common ones and suits codes of few tokens. `start_from_clusters` gives
 every value a meaning before the first step and suits codes of many, together with a slow encoder
-(`encoder_lr`) and a fast scale (`scale_lr`). Neither serves both: docs/results.md has the numbers.
+(`encoder_lr`) and a fast scale (`scale_lr`). Neither serves both: docs/trials.md has the numbers.
 
 Letters: B tokens per code, V values per token, H width.
 """

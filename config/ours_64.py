@@ -4,7 +4,7 @@ config/ours.py with another cure for values that drop out, for codes of 64 token
 clusters of what the encoder sees, and the encoder learns slowly: noise in the rewards of so many
 tokens would undo this start. Only its confidence, a single number, is learned fast.
 With config/short.py, also add, for DAPS, --batch_size=32 --lr=4e-3 --beta_init=0.5
---eval_examples=1000. Each cure loses clearly where the other wins: docs/results.md has both.
+--eval_examples=1000. Each cure loses clearly where the other wins: docs/trials.md has both.
 """
 
 base = "ours.py"
