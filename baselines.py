@@ -178,7 +178,7 @@ class PPO(Method):
             rewards = gather_batch(log_px)
             rate = torch.where(self.reward_std > 0, 0.01, 1.0)
             self.reward_mean.lerp_(rewards.mean(), rate)
-            self.reward_std.lerp_(rewards.std(), rate)
+            self.reward_std.lerp_(rewards.std() + 1e-6, rate)
             self.old_log_q = log_q.detach()
             self.target = (log_px.detach() - self.reward_mean) / self.reward_std  # (N, K)
             advantage = self.target - value.detach()

@@ -100,7 +100,7 @@ class DAPS(nn.Module):
         log_q, log_px = log_q.float(), log_px.float()  # bf16 cannot tell -5010 from -5016
         reward, per_token = log_px.detach(), log_q.dim() == 3
         if per_token:
-            reward = self.decoder.credit(reward)  # (N, K, B), as is everything up to the loss
+            reward = self.decoder.credit(reward).view_as(log_q)  # (N, K, B), up to the loss
         # One eta for the whole batch, even when several processes share it.
         batch = gather_batch(reward), gather_batch(log_q)  # (N of all, K) each
         if self.eta_update == "solve":

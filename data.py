@@ -24,6 +24,7 @@ import tarfile
 import warnings
 from contextlib import suppress
 from functools import lru_cache, partial
+from weakref import WeakMethod
 
 import numpy as np
 import requests
@@ -134,7 +135,8 @@ class Dataset:
         options = dict(multiprocessing_context="fork", worker_init_fn=ignore_signals)
         options |= dict(num_workers=min(n_workers, N_CORES), pin_memory=torch.cuda.is_available())
         batches = iter(DataLoader(keys, batch_size=None, collate_fn=read, **options))
-        atexit.register(batches._shutdown_workers)  # Python would end them by a signal they ignore
+        stop = WeakMethod(batches._shutdown_workers)  # Python would send a signal they ignore
+        atexit.register(lambda: (stop() or bool)())
         return batches
 
     def val_index(self, limit=0):
@@ -474,8 +476,7 @@ def lafan(data_dir):
     for name, sha256 in LAFAN_FILES.items():
         path = os.path.join(data_dir, "lafan1", "h1", f"{name}.csv")
         fetch(path, [LAFAN_URL], sha256)
-        split = "val" if name in motion.LAFAN_VAL else "train"
-        clips[split].append(motion.read_motion(path))
+        clips["val" if name in motion.LAFAN_VAL else "train"].append(motion.read_motion(path))
     return MotionDataset(clips)
 
 

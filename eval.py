@@ -88,8 +88,7 @@ def evaluate(model, data, beta, index, device, batch_size=BATCH, n_workers=0, se
     """Means over the validation examples at index, with one code per x: metrics (a dict of floats,
     explained in docs/logged_metrics.md), and counts (B, V) of how often each position used each
     value. None where there is no q (VQ-VAE, FSQ, searched codes) or no discrete code. Processes
-    share the work. The last batch is padded with repeats, which are not counted, so that compiled
-    code sees one shape."""
+    share the work. The last batch is padded (not counted), so that compiled code sees one shape."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     was_training = model.training
     model.eval()

@@ -134,8 +134,7 @@ def load_inception(path, device):
 
 @torch.no_grad()
 def image_moments(inception, batches):
-    """Mean (D,) and unbiased covariance (D, D) of the features of images in [0, 1], rounded to 8
-    bits as in a file: float64 on the CPU."""
+    """Mean (D,), unbiased covariance (D, D) of features of images in [0, 1], rounded to 8 bits."""
     n, total, outer = 0, 0.0, 0.0
     for images in batches:
         f = inception((images.clamp(0, 1) * 255).round() / 255).double().cpu()  # (N, D)

@@ -95,8 +95,7 @@ def quat_from_axis_angle(axis, angle):
 
 
 def forward_kinematics(angles):
-    """Joint angles (..., 19) -> positions (..., 19, 3) and rotations (..., 19, 4) of the links in
-    the frame of the pelvis."""
+    """Angles (..., 19) -> positions (..., 19, 3), rotations (..., 19, 4) seen from the pelvis."""
     identity = angles.new_tensor([1.0, 0, 0, 0]).expand(*angles.shape[:-1], 4)
     positions, rotations = [angles.new_zeros(*angles.shape[:-1], 3)], [identity]  # of the pelvis
     for j, (_, parent, offset, axis, tilt) in enumerate(H1):

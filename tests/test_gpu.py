@@ -227,8 +227,7 @@ def test_the_pretended_gpu_notices_what_waits_and_what_stays_behind():
 
 @pytest.mark.parametrize("method", ("daps", "ppo", "vqvae"))
 def test_a_step_of_the_training_loop_waits_once(method, tmp_path, monkeypatch):
-    """train.py itself, without its backward pass, checkpoints and report: runs that differ by two
-    steps differ by two read-outs."""
+    """train.py without backward pass, checkpoints and report: two steps more, two read-outs."""
     built = []
 
     def build(*options):

@@ -255,7 +255,7 @@ def test_what_is_missing_is_named_in_one_line(small, tmp_path, monkeypatch):
     assert_one_line(done, "nowhere; set --data_dir to a folder with")
     monkeypatch.delitem(sys.modules, "wandb")
     done = run_here("train.py", *words("wandb_log=True"), out_dir)
-    assert_one_line(done, "wandb is not installed: pip install wandb")
+    assert_one_line(done, "wandb is missing: pip install wandb")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert_one_line(run_here("train.py", "--device=cuda:1", out_dir), "device is 'cuda:1', must be")
     assert not (tmp_path / "run").exists()
@@ -276,7 +276,8 @@ def test_a_run_says_what_it_was_given_and_counts_own_images(small, tmp_path):
     "code, status, text",
     [
         ("raise configurator.UserError('mend this')", 2, "error (rank 3): mend this\n"),
-        ("open('/nowhere')", 2, "error (rank 3): /nowhere: No such file or directory\n"),
+        ("open('/gloo')", 2, "error (rank 3): /gloo: No such file or directory\n"),
+        ("import torch; torch.empty(2**60)", 2, "error (rank 3): out of memory; try"),
         ("raise KeyboardInterrupt", 130, "error (rank 3): stopped\n"),
         ("raise RuntimeError('[gloo/pair.cc] closed')", 2, "another process of this run died"),
         ("raise RuntimeError('DataLoader worker (pid 7) is killed')", 2, "another process"),
