@@ -29,14 +29,14 @@ def explain(kind, error, trace):
         message, code = "stopped", 130
     elif issubclass(kind, UserError):  # raised in a DataLoader worker, it comes after a traceback
         message = str(error).splitlines()[-1].removeprefix("configurator.UserError: ")
-    elif "DataLoader worker (pid" in text or "Dist" in kind.__name__ or "[gloo" in text:
+    elif issubclass(kind, OSError) and error.strerror:  # a missing file, a full disk
+        message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    elif "DataLoader worker (pid" in text or "Dist" in kind.__name__ or "gloo" in text:
         message = "another process of this run died; --resume continues from the last checkpoint"
     elif "out of memory" in text or "can't allocate memory" in text:  # of a GPU, of the machine
         message = "out of memory; try --accumulate=2 or a smaller --batch_size"
     elif issubclass(kind, ModuleNotFoundError):  # of an optional package
         message = f"{error.name} is missing: pip install {error.name.replace('PIL', 'pillow')}"
-    elif issubclass(kind, OSError) and error.strerror:  # a missing file, a full disk
-        message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         return sys.__excepthook__(kind, error, trace)
     rank = int(os.environ.get("RANK", 0))  # set by torchrun
