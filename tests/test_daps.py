@@ -93,8 +93,9 @@ def test_weights_and_ess_are_those_of_float64_on_extremes(eta, beta):
 
 
 def test_a_reward_that_is_not_a_number_shows_in_the_weights():
-    reward = torch.tensor([[1.0, math.nan], [1.0, 2.0]])
+    reward = torch.tensor([[1.0, math.nan], [1.0, 2.0]], requires_grad=True)
     assert log_weights(reward, torch.zeros(2, 2), 1.0, 0.1).isnan().any(dim=1).tolist() == [1, 0]
+    assert not log_weights(reward, 1 * reward, 1.0, 0.1).requires_grad
 
 
 @pytest.mark.parametrize("ess_target", [0.2, 0.33, 0.5, 0.9])

@@ -33,6 +33,7 @@ def test_glyphs_are_binary_all_show_ink_and_are_the_same_every_time(letters):
     ink = on_device(letters.x_train, "cpu").mean(dim=(1, 2, 3))
     assert ink.min() > 0.01 and ink.max() < 0.6
     assert again.key("train", "val") == letters.key("train", "val")
+    assert len(torch.cat([letters.x_train, letters.x_val]).flatten(1).unique(dim=0)) == 360
     assert letters.key("train") not in (letters.key("val"), other.key("train"))
 
 
@@ -77,6 +78,7 @@ def test_mnist_is_read_and_binarised_above_127(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "MNIST_FILES", hashes)
     found = data.load_dataset("mnist", str(tmp_path))
     assert np.array_equal(found.x_train[:, 0], 255 * (arrays["train-images-idx3-ubyte"] > 127))
+    assert np.array_equal(found.x_val[:, 0], 255 * (arrays["t10k-images-idx3-ubyte"] > 127))
     assert np.array_equal(found.y_train, arrays["train-labels-idx1-ubyte"])
     assert np.array_equal(found.y_val, arrays["t10k-labels-idx1-ubyte"])
     assert found.shape == (1, 28, 28) and (found.n_train, found.n_val) == (20, 20)

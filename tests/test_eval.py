@@ -49,12 +49,15 @@ class Known(torch.nn.Module):
 @pytest.mark.parametrize("batch_size", (3, 8))
 def test_metrics_have_their_known_values(batch_size):
     x = torch.cat([torch.ones(6, *X_SHAPE), torch.zeros(2, *X_SHAPE)]).byte() * 255
+    x[0, :, :7] = 0  # a quarter of one is wrong
     data = ArrayDataset("known", x, x[:, 0, 0, 0], x, x[:, 0, 0, 0])
     metrics, counts = evaluate(Known(), data, 0.1, torch.arange(8), "cpu", batch_size)
-    assert metrics["log_px"] == pytest.approx(784 * math.log(0.9), rel=1e-5)
+    log_px = 784 * math.log(0.9) + 784 / 4 / 8 * math.log(0.1 / 0.9)
+    assert metrics["log_px"] == pytest.approx(log_px, rel=1e-5)
     assert metrics["kl"] == pytest.approx(1.5)
-    assert metrics["beta_elbo"] == pytest.approx(784 * math.log(0.9) - 0.15, rel=1e-5)
-    assert metrics["psnr"] == pytest.approx(20, abs=1e-4)  # mse 0.01
+    assert metrics["beta_elbo"] == pytest.approx(log_px - 0.15, rel=1e-5)
+    psnr = (7 * 20 - 10 * math.log10(0.75 * 0.01 + 0.25 * 0.81)) / 8  # mse 0.01, but for one
+    assert metrics["psnr"] == pytest.approx(psnr, abs=1e-4)
     assert metrics["code_usage"] == pytest.approx((1 / 4 + 2 / 4) / 2)
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
     assert metrics["perplexity"] == pytest.approx((1 + math.exp(entropy)) / 2)

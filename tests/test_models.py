@@ -29,6 +29,7 @@ def encoder(kind, n_tokens=8, vocab_size=16, n_layers=2, x_shape=X_SHAPE, spread
     else:
         model = AutoregressiveEncoder(sizes, SAME, aligned=kind == "aligned")
     model.head.weight.data *= spread
+    model.head.centre += 0.1 * torch.arange(n_tokens).view(-1, 1)  # as start_from_clusters may
     return model
 
 
@@ -152,6 +153,10 @@ def test_relaxed_codes_have_the_logits_and_gradients_of_teacher_forcing(kind):
     ours, expected = (torch.autograd.grad(t.sin().sum(), list(model.parameters())) for t in pair)
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * b.abs().max().item())
+    y = F.one_hot(z, 16).float().requires_grad_()
+    _, logits = model.relaxed(x, lambda logits, t: y[:, t])
+    (through,) = torch.autograd.grad(logits[:, -1].sin().sum(), y)  # all tokens but the last
+    assert ((through.abs().amax(dim=(0, 2)) > 0) == (torch.arange(8) < 7)).all()
 
 
 @pytest.mark.parametrize("bits", (16, 32))
@@ -257,6 +262,15 @@ def test_every_method_has_what_the_loop_asks_for_and_a_mode(method):
         chosen = logits.gather(2, z.unsqueeze(2)).squeeze(2)  # (3, B)
         assert (logits.amax(dim=2) - chosen).max() < 1e-4  # rounding
         assert not torch.equal(model.encode(x), z)
+        torch.testing.assert_close(model.encoder.proposals(x, z), logits)
+    elif model.discrete:
+        assert torch.equal(model.proposals(x, z).argmax(dim=2), z)
+    model.decode = lambda z: z
+    drawn = model.sample(1000)
+    if model.discrete:
+        assert all(len(drawn[:, t].unique()) == 16 for t in range(8))
+    else:
+        assert drawn.std().item() == pytest.approx(1, abs=0.1)
 
 
 @torch.no_grad()
@@ -304,6 +318,33 @@ def test_the_bernoulli_likelihood_is_that_of_torch_distributions_even_under_auto
         for found in (ours, p.log_prob(x.unsqueeze(1))):  # sums near -500: steps of 3e-5
             torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-3)
         torch.testing.assert_close(p.mean.double(), theirs.mean, rtol=0, atol=1e-6)
+
+
+def test_regions_and_windows_are_where_the_tokens_are():
+    """4 x 4 tokens, each of which has 2 x 2 pixels and changes those most."""
+    decoder = small_resnet().eval()
+    x, z = torch.rand(2, 3, 8, 8), torch.randint(9, (2, 5, 16))
+    terms, regions = decoder(z).terms(x.unsqueeze(1)), decoder.regions(x, z)
+    torch.testing.assert_close(regions[..., 6], terms[..., 2:4, 4:6].sum(dim=(2, 3, 4)))
+    other = z.clone()
+    other[..., 6] += 1
+    moved = (decoder(other).mean - decoder(z).mean).abs().sum(dim=(0, 1, 2))
+    assert F.avg_pool2d(moved[None], 2).argmax() == 6
+    decoder.window = 3
+    around = {models.ResNetDecoder: [0, 1, 2, 4, 5, 6], models.MotionDecoder: [0, 1, 2]}
+    for kind, tokens in around.items():
+        found = kind.credit(decoder, regions)[..., 1]
+        torch.testing.assert_close(found, regions[..., tokens].sum(dim=-1))
+
+
+def test_an_aligned_query_sees_the_patch_of_its_own_token():
+    model = encoder("aligned", n_layers=1)
+    model.tokens.blocks[0].cross.out.weight.data.zero_()  # patches enter at the query alone
+    patches, z = torch.randn(1, 8, 32), torch.randint(16, (1, 1, 8))
+    other = patches.clone()
+    other[:, 4] = torch.randn(1, 32)
+    a, b = (model.tokens.logits(model.tokens.context(p), z)[0, 0] for p in (patches, other))
+    assert ((a - b).abs().amax(dim=1) > 1e-4).tolist() == [t >= 4 for t in range(8)]
 
 
 def small_resnet(scale=SAME):

@@ -136,6 +136,8 @@ def test_half_of_training_is_mirrored_and_none_of_validation():
     drawn, _ = found.read("train", index, [(0, 3, 5, i) for i in range(200)])
     same, turned = ((drawn == y).all(dim=(1, 2)) for y in (x, motion.mirrored(x)))
     assert (same ^ turned).all() and 70 < same.sum() < 130
+    ((_, val, _),) = found.val_batches(found.val_index(), 99)
+    assert torch.equal(val, found.segments["val"][found.val_index()].float())
     again = torch.cat([found.train_batch(0, 7, 8, part)[0] for part in (slice(3), slice(3, 8))])
     assert torch.equal(again, found.train_batch(0, 7, 8)[0])  # whatever the number of processes
 

@@ -100,6 +100,15 @@ def test_logits_given_the_other_tokens_become_posteriors_given_all():
     assert torch.allclose(log_p, exact_posterior(target, t))
 
 
+def test_samples_take_the_steps_of_the_chain(monkeypatch):
+    net, seen, step = flow.Flow(2, V, 2, width=8), [], flow.step_probabilities
+    whole, times = net.forward, []
+    net.forward = lambda z, t, labels: times.append(t[0].item()) or whole(z, t, labels)
+    monkeypatch.setattr(flow, "step_probabilities", lambda *a: seen.append(a[2]) or step(*a))
+    net.sample(torch.zeros(3).long(), n_steps=4)
+    assert seen == [4, 3, 2, 1] and times == [0, 0.25, 0.5, 0.75]
+
+
 def test_no_impossible_value_is_drawn():
     p, u = torch.tensor([[0.0, 0.2, 0.0, 0.5, 0.3, 0.0]]), torch.rand(1000, 1)
     u[:2] = torch.tensor([[0.0], [1 - 2**-24]])

@@ -1,8 +1,12 @@
 """Search: better codes for more decodings, never worse than the first."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 from conftest import SMALL, assert_one_line, config, run_here, train_here
+from PIL import Image
 from torch import nn
 
 from build import METHODS, build_model
@@ -75,7 +79,28 @@ def test_a_search_keeps_to_its_budget_and_never_gets_worse(budget, places):
     first = torch.randint(7, (5, 1, 6), generator=torch.Generator().manual_seed(1))
     z = search(x, first, log_prob, lambda x, z: table, budget, fixed_noise(5), places)
     assert sum(decoded) <= budget
+    several = torch.randint(7, (5, 3, 6), generator=torch.Generator().manual_seed(2))
+    found = regions(x, search(x, several, log_prob, lambda x, z: table, 3, None, places)[:, None])
+    best = regions(x, several).sum(2).amax(1)
+    assert torch.equal(found.sum(2)[:, 0], best)
     assert (regions(x, z[:, None]).sum(2) >= regions(x, first).sum(2)).all()
+
+
+def test_proposals_are_asked_for_every_round_given_the_code_so_far_and_made_flatter(monkeypatch):
+    import search as module
+
+    table, regions, x = separable()
+    asked, used, candidates = [], [], module.candidates
+
+    def proposals(x, z):
+        asked.append(z)
+        return table
+
+    monkeypatch.setattr(module, "candidates", lambda *a: used.append(a[0]) or candidates(*a))
+    first = torch.zeros(5, 1, 6, dtype=torch.long)
+    module.search(x, first, lambda x, z: regions(x, z).sum(2), proposals, 60, fixed_noise(5))
+    assert len(asked) >= 2 and not torch.equal(asked[0], asked[1])
+    assert torch.equal(used[0], 0.5 * table[:, :1])
 
 
 def test_candidates_are_a_draw_without_replacement_that_leaves_out_the_present_value():
@@ -103,6 +128,7 @@ def test_every_method_finds_better_codes_and_the_same_for_any_share_of_a_batch(m
     model = small_model(method, shape)
     x = torch.rand(6, *shape, generator=torch.Generator().manual_seed(0)).round()
     noise = fixed_noise(6)
+    assert torch.equal(model.encode(x, search=1), model.encode(x, mode=True))
     z = model.encode(x, search=30, noise=noise)
     assert z.shape == (6, 16) and z.dtype == torch.int64
     first = model.decode(model.encode(x, mode=True)).log_prob(x)
@@ -133,6 +159,12 @@ def test_a_users_own_networks_can_be_searched():
     neighbours = z.view(8, 1, 1, 3).repeat(1, 3, 4, 1)  # one token changed to any value
     for t in range(3):
         neighbours[:, t, :, t] = torch.arange(4)
+    with torch.no_grad():  # 64 // 16 draws next to the mode, tried first
+        calls, whole = [], model.decoder.log_prob
+        model.decoder.log_prob = lambda x, z: calls.append(z) or whole(x, z)
+        model.encode(x, search=64)
+        assert calls[0].shape == (8, 5, 3) and not torch.equal(calls[0][:, 1], calls[0][:, 2])
+        model.decoder.log_prob = whole
     found = model.decoder.log_prob(x, z.unsqueeze(1))  # (8, 1)
     assert (found >= model.decoder.log_prob(x, neighbours.flatten(1, 2)) - 1e-5).all()
     assert (found > model.decoder.log_prob(x, model.encode(x, mode=True).unsqueeze(1))).any()
@@ -146,6 +178,10 @@ def test_eval_adds_columns_and_a_picture_and_budget_0_changes_nothing(tmp_path):
     train_here(*SMALL, "--n_tokens=8", f"--out_dir={tmp_path}/run")
     plain = run_here("eval.py", f"{tmp_path}/run").output
     searched = run_here("eval.py", f"{tmp_path}/run", "--search=12").output
+    row = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert row["search_log_px"] > row["log_px"]
+    page = np.array(Image.open(tmp_path / "run" / "reconstructions_search.png"))[4:]
+    assert not np.array_equal(page[60:120], page[120:180])  # drawn, searched
     assert "search" not in plain and " 12 " in searched
     assert (tmp_path / "run" / "reconstructions_search.png").exists()
     assert_one_line(run_here("eval.py", f"{tmp_path}/run", "--search=-1"), "search is -1")

@@ -162,7 +162,8 @@ CHANGES = {
 # Settings that must change neither the model nor, except for intervals, the log.
 NO_CHANGE = {
     "out_dir": ("", "{folder}/elsewhere"), "data_dir": (IMAGES, "{folder}/linked"),
-    "log_interval": ("", "2"), "eval_interval": ("", "1"), "eval_examples": ("", "4"),
+    "log_interval": ("", "2"), "eval_interval": (f"{COLOUR} split_interval=1", "1"),
+    "eval_examples": ("", "4"),
     "wandb_log": ("", "True"), "n_workers": (IMAGES, "2"), "aligned": ("method=daps_na", "False"),
     "use_compile": ("", "False"), "cuda_graphs": ("", "True"),  # both are for GPUs
 }  # fmt: skip
@@ -218,6 +219,34 @@ def test_methods_of_every_kind_take_a_step_on_every_data_set(method, dataset, n_
     train, val = map(json.loads, log.splitlines())
     assert train["split"] == "train" and val["split"] == "val"
     assert all(train[key] is not None for key in ("loss", "grad_norm", "reward"))
+
+
+def test_batches_noise_and_parameters_follow_the_seed_and_the_step(small, tmp_path, monkeypatch):
+    calls = []
+
+    def record(owner, name):
+        whole = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **o: calls.append((name, *a)) or whole(*a, **o))
+
+    for owner, name in ((data, "train_indices"), (data, "uniform_noise"), (torch, "manual_seed")):
+        record(owner, name)
+    record(data.ArrayDataset, "read")
+    out_dir = f"--out_dir={tmp_path / 'run'}"
+    assert run_here("train.py", *words("seed=5 max_steps=3"), out_dir).code == 0
+    assert ("manual_seed", 5) in calls
+    noise = [call[1:4] for call in calls if call[:2] == ("uniform_noise", data.TRAIN_NOISE)]
+    assert noise == [(data.TRAIN_NOISE, 5, step) for step in range(3)]
+    batches = [call[2:4] for call in calls if call[0] == "train_indices"]
+    assert batches == [(5, step) for step in range(3)]
+    assert [call[2] for call in calls if call[0] == "read"] == 3 * ["train"] + ["val"]
+
+
+def test_the_temperature_falls_from_one_and_later_epochs_of_ppo_are_told(result):
+    log, _ = result("method=gumbel tau_final=0.5")
+    rows = [json.loads(line) for line in log.splitlines()]
+    assert [row["tau"] for row in rows if "tau" in row] == pytest.approx([1, 0.5**0.5, 0.5])
+    log, _ = result("method=ppo ppo_epochs=4 lr=1.0")
+    assert any(json.loads(line).get("clipped", 0) > 0 for line in log.splitlines())
 
 
 # what is refused, before anything is written

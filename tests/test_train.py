@@ -7,6 +7,7 @@ import shutil
 import signal
 
 import pytest
+import torch
 from conftest import SMALL, TINY, assert_one_line, assert_same_run, log_rows, photograph, run
 
 from build import METHODS
@@ -67,6 +68,8 @@ def test_best_pt_has_the_best_beta_elbo_or_else_log_p(forker, tmp_path, method, 
     forker.finish(*TINY, f"--method={method}", f"--out_dir={tmp_path / 'run'}", fault=METRICS)
     assert load_checkpoint(str(tmp_path / "run" / "best.pt"))["step"] == step
     assert last(tmp_path / "run")["step"] == 12
+    best = load_checkpoint(str(tmp_path / "run" / "best.pt"))["best"]
+    assert best == (-8 if method == "daps" else -1)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_but_last_pt_stands(forker, tmp_path):
@@ -84,12 +87,16 @@ def test_a_gradient_that_is_not_finite_ends_the_run_but_last_pt_stands(forker, t
 def test_every_method_trains_and_resumes_exactly_after_a_kill(method, forker, tmp_path):
     settings = (*TINY, "--max_steps=20", "--eval_interval=10", "--mc_samples=4", "--scale_lr=2")
     settings += ("--split_interval=4", "--kmeans_start=True", "--fsq_levels=8 4")
+    settings += ("--encoder_lr=0.5",)
     settings += (f"--method={method}",)
     output = forker.finish(*settings, f"--out_dir={tmp_path / 'whole'}")
     assert method in output.splitlines()[-2]  # the table
     reward = [row["reward"] for row in log_rows(tmp_path / "whole", "train")]
     untrained = 28 * 28 * math.log(0.5)
     assert sum(reward[-5:]) / 5 > untrained + 50
+    rates = [group["lr"] for group in last(tmp_path / "whole")["optimizer"]["param_groups"]]
+    assert rates[1:3] == pytest.approx([rates[0] / 2, rates[0] * 2])
+    assert rates[0] == log_rows(tmp_path / "whole", "train")[-1]["lr"]
     assert (tmp_path / "whole" / "codes.png").exists() == (method != "gaussian")
     settings += (f"--out_dir={tmp_path / 'parts'}",)
     assert forker.train(*settings, fault="strike('step', 13)").code == -signal.SIGKILL
@@ -238,12 +245,15 @@ def test_damaged_files_of_a_run_are_refused_or_mended(forker, finished_run, tmp_
     before = files_of(out_dir)
     assert_one_line(forker.train(*settings), "last.pt is not a readable checkpoint")
     assert files_of(out_dir) == before
-    shutil.copy(finished_run / "last.pt", out_dir)
+    saved = last(finished_run) | {"best": 0.0}  # better than what is to come
+    torch.save(saved, out_dir / "last.pt")
+    best = (out_dir / "best.pt").read_bytes()
     (out_dir / "config.json").write_text('{"lr": ')
     (out_dir / "log.jsonl").write_bytes((out_dir / "log.jsonl").read_bytes()[:900] + b"\xff\n{]")
     forker.finish(*settings)
     steps = [row["step"] for row in log_rows(out_dir, "train")]
     assert steps[0] == 1 and steps[-1] == 13 and steps == sorted(steps)
+    assert last(out_dir)["best"] == 0 and (out_dir / "best.pt").read_bytes() == best
     assert json.loads((out_dir / "config.json").read_text())["max_steps"] == 13
 
 
@@ -271,7 +281,7 @@ def assert_close_runs(one, two):
 
 def assert_close_logs(one, two):
     for a, b in zip(log_rows(one), log_rows(two), strict=True):
-        a, b = ({k: v for k, v in row.items() if isinstance(v, float)} for row in (a, b))
+        a, b = ({k: v for k, v in row.items() if isinstance(v, (int, float))} for row in (a, b))
         # The norm of the gradient, eta and the ESS inherit the relative error of the weights.
         assert len(a) >= 4 and a == pytest.approx(b, rel=8 * STEP, abs=8 * STEP)
 

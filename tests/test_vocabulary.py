@@ -87,6 +87,7 @@ def test_credit_per_token_changes_neither_metrics_nor_the_gradient_of_the_decode
         loss, metrics = model(x, 0.1, noise=noise)
         found.append((metrics, torch.autograd.grad(loss, list(model.decoder.parameters()))))
     (a, whole), (b, tokens) = found
+    assert a["kl"].item() == pytest.approx(a["log_q"].item() + 16 * math.log(8), abs=1e-3)
     for key in ("reward", "log_q", "kl"):
         torch.testing.assert_close(b[key], a[key], rtol=1e-5, atol=0)
     for p, q in zip(whole, tokens, strict=True):
