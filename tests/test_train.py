@@ -87,8 +87,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_but_last_pt_stands(forker, t
 def test_every_method_trains_and_resumes_exactly_after_a_kill(method, forker, tmp_path):
     settings = (*TINY, "--max_steps=20", "--eval_interval=10", "--mc_samples=4", "--scale_lr=2")
     settings += ("--split_interval=4", "--kmeans_start=True", "--fsq_levels=8 4")
-    settings += ("--encoder_lr=0.5",)
-    settings += (f"--method={method}",)
+    settings += ("--encoder_lr=0.5", f"--method={method}")
     output = forker.finish(*settings, f"--out_dir={tmp_path / 'whole'}")
     assert method in output.splitlines()[-2]  # the table
     reward = [row["reward"] for row in log_rows(tmp_path / "whole", "train")]
